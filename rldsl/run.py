@@ -117,6 +117,8 @@ def _arguments(program: Program | None) -> argparse.Namespace:
                         help="also allow saves to this directory, outside --out and the working directory (repeatable)")
     parser.add_argument("--allow-changed-python", action="store_true",
                         help="run Python functions even if their files have changed since the plan was compiled")
+    parser.add_argument("--check-images", action="store_true",
+                        help="decode every image of the data before the first step, which finds damaged pixels")
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier run in --out")
     parser.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
     parser.add_argument("--wandb", nargs="?", const="online", default="", choices=("offline", "online"),
@@ -324,7 +326,8 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
             trace=arguments.trace, profile=arguments.profile, resume=claimed.resume, continues=claimed.continues,
             overwrite=not claimed.continues,
             reward_workers=workers, reward_seconds=arguments.reward_timeout, allow_write=tuple(arguments.allow_write),
-            changed_python=arguments.allow_changed_python, reporting=_reporting(arguments), timeout=limit)
+            changed_python=arguments.allow_changed_python, check_images=arguments.check_images,
+            reporting=_reporting(arguments), timeout=limit)
         execute(file, arguments.out, device, watchdog, options, program.run if program else Interpreter.run,
                 lambda: mark_begun(run))
     except BaseException as error:

@@ -41,6 +41,8 @@ SHELLS = ("bash", "zsh", "fish")
               help="Time limit per row for Python functions (default: 60).")
 @click.option("--allow-write", type=FOLDER, multiple=True, metavar="DIR",
               help="Also allow saves to this directory, outside --out and the working directory; repeatable.")
+@click.option("--check-images", is_flag=True,
+              help="Decode every image of the data before the first step, which finds damaged pixels.")
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run in --out.")
 @click.option("--deterministic", is_flag=True,
               help="On GPUs, use kernels that add in a fixed order where there are any; slower.")
@@ -57,8 +59,8 @@ SHELLS = ("bash", "zsh", "fish")
 @click.option("--plain", is_flag=True, help="Print one line per step even on a terminal.")
 def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
         out: str | None, resume: str | None, trace: str | None, profile: int | None, nproc: int | None,
-        reward_workers: int | None,
-        reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, deterministic: bool,
+        reward_workers: int | None, reward_timeout: float | None, allow_write: tuple[str, ...], check_images: bool,
+        overwrite: bool, deterministic: bool,
         tensorboard: bool, wandb: str | None, report_to: tuple[str, ...], project: str, run_name: str,
         tags: tuple[str, ...], log_samples: int, plain: bool) -> int:
     """Compile and run FILE on this machine. FILE may also be a plan. Starts one process per rank."""
@@ -71,7 +73,8 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
     numbers = {"--reward-workers": reward_workers, "--reward-timeout": reward_timeout, "--wandb": wandb,
                "--log-samples": log_samples or None, "--profile": profile,
                "--project": project or None, "--run-name": run_name or None}
-    flags = {"--deterministic": deterministic, "--tensorboard": tensorboard, "--plain": plain}
+    flags = {"--check-images": check_images, "--deterministic": deterministic, "--tensorboard": tensorboard,
+             "--plain": plain}
     as_json = settings.output == "json"
     options = [*(f"{option}={value}" for option, value in numbers.items() if value is not None),
                *(option for option, given in flags.items() if given),

@@ -33,6 +33,7 @@ class Measured:
     # what the first steps of a shape take in addition; "call": per shape; "layer": per layer
     start: tuple[tuple[str, float], ...] = ()
     update: tuple[tuple[str, float], ...] = ()  # "call": per optimizer step; "element": per parameter element
+    tower: tuple[tuple[str, float], ...] = ()  # a forward pass of the vision tower; "image": per token of an image
 
     def under(self, tp: int, kernels: float) -> Measured:
         """The same under another degree that was not measured: what grows with tokens, in proportion, and so what a
@@ -51,7 +52,7 @@ class Measured:
 DIVIDED = ("token", "pair", "output")  # among the ranks of tensor parallelism
 PASSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("forward", "train", "decode"), ("call", "layer", "token", "pair", "output")),
-    "start": ("call", "layer"), "update": ("call", "element"),
+    "start": ("call", "layer"), "update": ("call", "element"), "tower": ("image",),
 }
 
 

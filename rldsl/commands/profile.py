@@ -65,7 +65,8 @@ def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
     wanted = [w for w in asked if not any(_same(m, plan, w) for m in known.get("measured", ()))]
     if not known or wanted:
         found = _measured(plan, facts, ranks, wanted, machine=not known)
-        known = {**known, **found, "measured": [*known.get("measured", ()), *found["measured"]]}
+        before = [m for m in known.get("measured", ()) if _shard(m) not in map(_shard, found["measured"])]
+        known = {**known, **found, "measured": [*before, *found["measured"]]}
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             write(str(kept), with_digest(json.dumps(known).encode()), "")
@@ -90,10 +91,16 @@ def shards(plan: Plan, degrees: Sequence[int] = ()) -> tuple[tuple[str, int, str
     return tuple(found)
 
 
+def _shard(held: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(held[k] for k in ("config", "head", "dtype", "tp"))
+
+
 def _same(held: Mapping[str, Any], plan: Plan, wanted: tuple[str, int, str]) -> bool:
+    """Whether what is held is all that is wanted of a shard: with the vision tower, if the plan has images."""
     model = next(m for m in plan.models if m.name == wanted[0])
     asked = {"config": model.config_digest, "head": model.head_name, "dtype": model.dtype, "tp": wanted[1]}
-    return all(held.get(k) == v for k, v in asked.items())
+    tower = "tower" in held or not (model.sizes.towers and any(d.images for d in plan.data))
+    return tower and all(held.get(k) == v for k, v in asked.items())
 
 
 def _facts(plan: Plan, device: str | None) -> Facts:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from rldsl.measure.images import GrayImages
 from rldsl.measure.solo_group import SingleRankGroup
 from rldsl.plan import backends
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
-from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
+from rldsl.runtime.backend import Axes, Axis, Images, PackedBatch, Shard
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
@@ -38,18 +39,19 @@ class MeasuredShapes:
     decodes: tuple[tuple[int, int, int], ...]  # (layers, sequences, tokens of a prompt)
     many: int  # tokens generated
     small: int  # tokens of a batch that is also trained on in several micro-batches
+    images: int  # tokens of images of a batch, at least
 
 
 PROCESSOR = MeasuredShapes(
     ((2, 1, 32, 16), (2, 4, 32, 16), (2, 16, 32, 31), (2, 16, 32, 4), (2, 48, 48, 24), (2, 4, 192, 96),
      (1, 4, 32, 16), (1, 16, 48, 24)),
-    ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32, 16)), 36, 600)
+    ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32, 16)), 36, 600, 1000)
 # A batch of a few hundred tokens takes a GPU as long as launching its kernels. And decoding long enough that captures
 # of CUDA graphs, which each call makes anew, weigh as much as in a run
 GPU = MeasuredShapes(
     ((2, 1, 512, 256), (2, 8, 512, 256), (2, 16, 512, 500), (2, 16, 512, 32), (2, 16, 1024, 512), (2, 2, 4096, 2048),
      (1, 8, 512, 256), (1, 16, 1024, 512)),
-    ((2, 1, 128), (2, 32, 128), (2, 128, 128), (2, 32, 1024), (1, 32, 128), (1, 128, 128)), 260, 5000)
+    ((2, 1, 128), (2, 32, 128), (2, 128, 128), (2, 32, 1024), (1, 32, 128), (1, 128, 128)), 260, 5000, 8000)
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -77,8 +79,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def build(model: Model, layers: int, tp: int, backend: str, device: torch.device, trainable: bool) -> Shard:
-    """The shard of the first of `tp` ranks, with `layers` of the model's layers and random weights."""
+def build(model: Model, layers: int, tp: int, backend: str, device: torch.device, trainable: bool,
+          images: Images | None = None) -> Shard:
+    """The shard of the first of `tp` ranks, with `layers` of the model's layers and random weights. images: that its
+    vision tower reads."""
     params = tuple(replace(p, layers=min(p.layers, layers))
                    for p in (*model.params, *model.base) if "lora_" not in p.name and p.layer < layers)
     less = replace(model, layers=layers, lora=None, params=params, base=(), train_layout="profile" if trainable else "",
@@ -86,7 +90,7 @@ def build(model: Model, layers: int, tp: int, backend: str, device: torch.device
     layout, mesh = Layout("profile", "ranks", tp=tp, backend=backend), Mesh("ranks", ((0, tp),))
     one, every = Axis((0,), 0, None), Axis(tuple(range(tp)), 0, SingleRankGroup(tp) if tp > 1 else None)
     made: Shard = importlib.import_module(backends.package(backend)).build(
-        less, layout, mesh, Axes(one, every, one, one, every), device, load=False, trainable=trainable)
+        less, layout, mesh, Axes(one, every, one, one, every), device, load=False, trainable=trainable, images=images)
     draw = torch.Generator(device=device).manual_seed(0)
     for name, tensor in made.state_dict().items():
         with torch.no_grad():
@@ -106,9 +110,10 @@ def random_batch(vocab: int, count: int, prompt: int, response: int, device: tor
                   tokens.to(device))
 
 
-def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
-            device: torch.device) -> dict[str, dict[str, float]]:
-    """Microseconds by pass and feature (`clusters/model.py`)."""
+def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling, device: torch.device,
+                  images: bool = False) -> dict[str, dict[str, float]]:
+    """Microseconds by pass and feature (`clusters/model.py`). images: also of the vision tower, where the model has
+    one."""
     output, vocab = model.head.main, model.sizes.vocab or 64
     measured = GPU if device.type == "cuda" else PROCESSOR
     found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": [], "start": []}
@@ -139,7 +144,22 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
                                          "pair": each * _attending(model, layers) * width, "output": each}, later))
     rates = {name: mean_of_kinds(fit_costs(samples), kinds) for name, samples in found.items() if samples}
     update = {"call": rates["train"].pop("update", 0.0), "element": rates["train"].pop("element", 0.0)}
-    return {**rates, "update": update}
+    costs = {**rates, "update": update}
+    if images and model.sizes.towers:
+        costs["tower"] = {"image": image_cost(model, tp, backend, measured.images, device)}
+    return costs
+
+
+def image_cost(model: Model, tp: int, backend: str, tokens: int, device: torch.device) -> float:
+    """Microseconds that a forward pass of the vision tower takes per token of an image. tokens: to time it with, at
+    least."""
+    images = GrayImages(model.path)
+    shard = build(model, 1, tp, backend, device, False, images)
+    count = -(-tokens // images.tokens)
+    with_images, without = (median_seconds(partial(
+        shard.infer, [images.prompts(count, device, shown)], model.head.main.name, 1.0), device)
+        for shown in (True, False))
+    return max(with_images - without, 0.0) / (count * images.tokens) * 1e6
 
 
 def _attending(model: Model, layers: int) -> int:

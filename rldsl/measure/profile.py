@@ -180,6 +180,7 @@ def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dic
     wanted = json.loads(Path(given.wanted).read_text())
     found: dict[str, Any] = {}
     models = {m.name: m for m in plan.models}
+    images = any(d.images for d in plan.data)
     if wanted["machine"]:
         found |= link_rates(device)
         if device.type == "cpu":
@@ -197,7 +198,7 @@ def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dic
         found["measured"] = [
             {"config": m.config_digest, "head": m.head_name, "dtype": m.dtype, "tp": tp,
              "threads": torch.get_num_threads(),
-             **measure_calls(m, tp, backend, sampling, device)}
+             **measure_calls(m, tp, backend, sampling, device, images)}
             for name, tp, backend in wanted["models"] for m in (models[name],)]
     return found
 

@@ -22,7 +22,7 @@ PER_LAYER = "hidden_size_per_layer_input"  # width of the embeddings that each l
 # families whose plans do not fit their code -> why
 WITHOUT_TP = {"gemma3n_text": "its layers mix several streams of hidden states"}
 # families whose layers need more of the stages before them than hidden states -> what
-WITHOUT_PP = {"zaya": "its layers pass on residuals, too",
+WITHOUT_PP = {"hy_v4": "its layers mix several streams of hidden states", "zaya": "its layers pass on residuals, too",
               "roformer": "its layers read positions that the first stage has"}
 # tensor-parallel plans of families whose configs have none, in the form of these
 PLANS = {"gpt_oss": {"embed_tokens": "embedding_rowwise", "layers.*.self_attn.q_proj": "colwise",

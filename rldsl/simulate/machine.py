@@ -96,6 +96,9 @@ class Machine:
 
     def tower(self, s: Shard, images: float) -> float:
         """Seconds of a forward pass of the vision tower over `images` tokens of images."""
+        found = self.measured(s.model, s.tp)
+        if found and found.tower:
+            return _sum(found.tower, WorkCounts(0, 0, 0, 0, 0, images * s.first))
         return self._operations(s, images * s.tower * s.first)
 
     def decode(self, s: Shard, c: WorkCounts, captured: bool = False) -> float:

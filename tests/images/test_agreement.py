@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from examples.tiny import make_vision_model
 from rldsl.diag import Failure
 from rldsl.runtime.data.source import open_source
+from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.state.image_agreement import _blocks, check_unchanged
 from tests.end_to_end.programs import compile_program
 from tests.images.pictures import data_of, make_rows, picture
@@ -97,3 +99,29 @@ def test_blocks_are_the_same_on_every_machine(count: int, blocks: int) -> None:
     found = _blocks(Source())  # type: ignore[arg-type]
     assert len(found) == blocks and [i for b in found for i in (b.start, b.stop)][1:-1:2] == [b.start for b in found[1:]]
     assert (found[0].start, found[-1].stop) == (0, count)
+
+
+def _decoded(rank: int, data: bytes, folders: list[str], everything: bool) -> str:
+    return said_in_copy(rank, data, folders, Options(check_images=everything))
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_every_image_is_decoded_where_it_is_asked_for(place: Path, tmp_path: Path, everything: bool) -> None:
+    """A row that the one step does not read has a picture whose pixels are damaged."""
+    folder = tmp_path / "0"
+    shutil.copytree(place, folder)
+    rows = (folder / "rows.jsonl").read_text().splitlines()
+    shutil.copy(folder / "pictures/1_0.png", folder / "pictures/hurt.png")
+    damaged = folder / "pictures/hurt.png"
+    content = damaged.read_bytes()
+    at = content.index(b"IDAT") + 8
+    damaged.write_bytes(content[:at] + bytes(len(content[at:-20])) + content[-20:])
+    rows += [json.dumps(json.loads(rows[0]) | {"images": ["pictures/hurt.png"]})]
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    with chdir(folder):
+        data = compile_program(Path("p.rlf"), {}, "cluster nodes=1 gpus=2\nplace *.* on mesh(0:2) dp=2\n", tmp_path)
+    found = run_world(2, _decoded, data, [str(folder)] * 2, everything)
+    if everything:
+        assert any(x.startswith(f"RL0740 rows.jsonl:{len(rows)} ") for x in found) and "" not in found, found
+    else:
+        assert found == ["", ""]

@@ -53,6 +53,7 @@ FILES = {  # name of the file -> its bytes, and what is said of it
     "cut.jpg": (encoded(picture(40, 40, 0), "JPEG")[:900], "it is truncated"),
     "header.png": (GOOD[:20], "its header cannot be read"),
     "bomb.png": (png(60_000, 60_000), "more than the 67,108,864 that are read"),
+    "hollow.png": (png(4_000, 4_000), "its header says 4000 x 4000 pixels, which a PNG of 65 bytes cannot have"),
     "large.png": (png(9_000, 9_000), "it has 9000 x 9000 pixels, more than the 67,108,864 that are read"),
     "cmyk.jpg": (encoded(picture(8, 8, 0).convert("CMYK"), "JPEG"), "its mode is CMYK"),
     "deep.png": (encoded(Image.new("I;16", (8, 8))), "its mode is I;16"),
@@ -123,6 +124,15 @@ def test_damage_that_only_pixels_show_names_the_row_when_it_is_read(tmp_path, mo
     found = failure.value.diagnostics[0]
     assert found.code == "RL0740" and "truncated or corrupted" in found.title and found.place == f"{path}:2"
     assert found.notes == (f"the image: {tmp_path}/hurt.png",)
+
+
+def test_a_picture_of_one_color_is_no_hollow_file(tmp_path, model):
+    """Nothing is smaller for its size."""
+    white = encoded(Image.new("1", (8_000, 8_000), 1))
+    (tmp_path / "white.png").write_bytes(white)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": PROMPT, "answer": "a", "images": "white.png"}] * 4)
+    (image,) = (column := open_source(data_of(path, model), 1).image_column).images({"images": "white.png"}, "")
+    assert len(white) < 30_000 and column.read(image, "").size == (8_000, 8_000)
 
 
 @pytest.mark.parametrize("other", [encoded(picture(8, 8, 1)), encoded(picture(40, 8, 1))])

@@ -124,6 +124,8 @@ BAD = [  # prompt, images, what is said
     ("<|image_pad|> and <|image_pad|>", ["0.png"], "the prompt has 2 image placeholders, but the row has 1 image"),
     (chat({"type": "text", "text": "<|image_pad|>"}, IMAGE), ["0.png"], "2 image placeholders, but the row has 1 image"),
     (chat({"type": "video"}, TEXT), [], "a message has a part that is neither text nor an image"),
+    (chat({"type": "text", "text": "<|video_pad|>"}, IMAGE), ["0.png"], "the prompt has a video token, and rows have no"),
+    (chat({"type": "text", "text": "<|video_pad|>"}), [], "the prompt has a video token, and rows have no videos"),
     (chat("what?"), [], "a message has a part that is neither text nor an image"),
     (chat({"type": "image", "image": "0.png"}), ["0.png"], "a message names its image as `image`"),
     (chat({"type": "image", "url": "http://x/0.png"}), ["0.png"], "a message names its image as `url`"),
@@ -136,6 +138,7 @@ NOWHERE = [  # answer, columns of images, what is said: places of images that wo
     ("a", "", "the prompt has a place for an image, but the data names no column of images"),
     ([{"role": "assistant", "content": [IMAGE, TEXT]}], "images", "`answer` has a place for an image, which only a prompt"),
     ("an <|image_pad|>", "images", "the column `answer` has an image token, and only a prompt can have images"),
+    ("a <|video_pad|>", "images", "the column `answer` has a video token, and rows have no videos"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ from rldsl.simulate import simulate
 from tests import forked
 from tests.backend_torch.shards import plan_model
 from tests.families.tiny_configs import make
+from tests.memory.vision import vision_program
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 
@@ -117,7 +119,7 @@ def test_a_solo_group_meets_nobody() -> None:
 def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of real shards of both kinds, one of them half a model; few shapes and tokens, for speed."""
     shapes = ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16, 4), (2, 2, 12, 4))
-    for name, value in (("PROCESSOR", MeasuredShapes(shapes, ((2, 1, 4), (1, 2, 4)), 36, 600)), ("ENOUGH", 0.0)):
+    for name, value in (("PROCESSOR", MeasuredShapes(shapes, ((2, 1, 4), (1, 2, 4)), 36, 600, 0)), ("ENOUGH", 0.0)):
         monkeypatch.setattr(f"rldsl.measure.call_costs.{name}", value)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -125,7 +127,7 @@ def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     models = {m.name: m for m in plan.models}
     actor = measure_calls(models["actor"], 2, "torch", Sampling(), CPU)
     judge = measure_calls(models["judge"], 1, "torch", Sampling(), CPU)
-    assert set(actor) == set(PASSES) and set(judge) == set(PASSES) - {"decode", "start"}
+    assert set(actor) == set(PASSES) - {"tower"} and set(judge) == set(PASSES) - {"decode", "start", "tower"}
     for found in (*actor.values(), *judge.values()):
         assert all(rate >= 0 for rate in found.values())
     assert all(set(found[p]) == set(PASSES[p]) for found in (actor, judge) for p in found)
@@ -255,6 +257,26 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 
 def profile(*args: str) -> Result:
     return CliRunner().invoke(main, ["profile", *args])
+
+
+def test_a_tower_is_measured_once_a_plan_has_images(asked: list[dict], tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured for a plan of texts alone is measured again, and replaced."""
+    monkeypatch.chdir(tmp_path)
+    program = vision_program(tmp_path, "qwen2_5_vl")
+    text = program.read_text()
+    program.write_text(re.sub(r'images="images"(, max_image_tokens=[0-9]+)?, ', "", text))
+
+    def count() -> int:
+        return len(clusters.read("profile.yaml").measured)
+
+    assert profile(str(program)).exit_code == 0 and "nothing new" in profile(str(program)).output and count() == 1
+    program.write_text(text)
+    assert "measured 2 shards" in profile(str(program)).output and len(asked) == 2 and count() == 1
+    monkeypatch.setitem(RATES, "tower", {"image": 3.0})
+    assert "measured 2 shards" in profile(str(program)).output and count() == 1
+    assert dict(clusters.read("profile.yaml").measured[0].tower) == {"image": 3.0}
+    assert "nothing new" in profile(str(program)).output and len(asked) == 3
 
 
 def test_the_file_is_a_cluster(asked: list[dict], folder: Path) -> None:

@@ -7,9 +7,15 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from rldsl.api import compile
+from rldsl.clusters.model import Measured
+from rldsl.measure import call_costs
+from rldsl.measure.call_costs import PROCESSOR, image_cost, measure_calls
+from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Model, Plan, Recurrence
+from rldsl.runtime.data.image_processor import image_processor
 from rldsl.simulate.lengths import Lengths, Row
 from rldsl.simulate.machine import Machine
 from rldsl.simulate.simulate import simulate
@@ -96,6 +102,33 @@ def test_the_tower_of_a_step_is_that_of_its_passes(vision: dict[str, Plan]) -> N
         prompts = plan.spaces[0].count * plan.data[0].max_prompt_tokens
         operations = passes * prompts * model.sizes.towers[0].operations
         assert of_tower(plan) == pytest.approx(operations / (ROUND.float32_tflops * 1e12), rel=1e-6), name
+
+
+def test_a_measured_tower_takes_what_was_measured(vision: dict[str, Plan]) -> None:
+    """On the first stage, whatever the degree of tensor parallelism is; a measurement without it leaves the count."""
+    model = vision["trained"].models[0]
+    measured = Measured(model.config_digest, model.head_name, model.dtype, tp=1, threads=1, tower=(("image", 5.0),))
+    machine = Machine(replace(ROUND, measured=(measured,)))
+    assert machine.tower(shard(model), 200) == machine.tower(shard(model, tp=2), 200) == pytest.approx(1e-3)
+    assert machine.tower(shard(model, stage=1, pp=2), 200) == 0
+    less = Machine(replace(ROUND, measured=(replace(measured, tower=()),)))
+    assert less.tower(shard(model), 200) == Machine(ROUND).tower(shard(model), 200) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_tower_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Where images are asked for; a trained model and its reference alike."""
+    monkeypatch.chdir(tmp_path)
+    image_processor.cache_clear()  # of a directory of the same relative path
+    plan = compile(str(vision_program(tmp_path, family)))
+    device = torch.device("cpu")
+    for model in plan.models:
+        few, more = (image_cost(model, 1, "torch", count, device) for count in (64, 512))
+        assert few > 0 and more > 0
+    monkeypatch.setattr(call_costs, "PROCESSOR", replace(PROCESSOR, shapes=PROCESSOR.shapes[:2], images=64,
+                                                         decodes=PROCESSOR.decodes[:1], many=6))
+    assert "tower" not in measure_calls(plan.models[0], 1, "torch", Sampling(), device)
+    assert measure_calls(plan.models[0], 1, "torch", Sampling(), device, images=True)["tower"]["image"] > 0
 
 
 def test_the_backward_pass_of_a_tower(vision: dict[str, Plan]) -> None:

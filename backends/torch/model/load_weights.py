@@ -26,7 +26,15 @@ from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Model
 from rldsl.runtime.backend import WeightCache, WeightDigest
 from rldsl.sharding.boxes import Parameter, Piece, intersect, local_shape, local_slice, slices, slices_within
-from rldsl.sharding.stored_tensors import is_packed, of_experts, packed_tensors, shape, stored_tensors
+from rldsl.sharding.stored_tensors import (
+    divided_names,
+    is_divided,
+    is_packed,
+    of_experts,
+    packed_tensors,
+    shape,
+    stored_tensors,
+)
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # smaller ones need scales, which are other tensors
 MX_BLOCK = 32  # MXFP4 numbers with one scale
@@ -117,7 +125,8 @@ def _load_from_parts(target: torch.Tensor, parameter: Parameter, pieces: Sequenc
     """Fill the pieces of a parameter that a file stores as several tensors (experts, say). Only those that overlap a
     piece are read."""
     single = of_experts(parameter)
-    for name, box in stored_tensors(parameter):
+    rows = _rows(parameter, where, open_files, stack) if is_divided(parameter) else {}
+    for name, box in stored_tensors(parameter, rows):
         common = [(piece, both) for piece in pieces if (both := intersect(piece.box, box)) is not None]
         if not common:
             continue
@@ -127,6 +136,20 @@ def _load_from_parts(target: torch.Tensor, parameter: Parameter, pieces: Sequenc
             part = source[slices_within(both, box)[int(single):]]
             reads.take(file, key, str(both), part, both == box)
             target[local_slice(piece, both, parameter.dim)].copy_(part[None] if single else part)
+
+
+def _rows(parameter: Parameter, where: Mapping[str, Path], open_files: dict[Path, safe_open], stack: ExitStack
+          ) -> dict[str, int]:
+    """Rows of the tensors that a matrix is divided into, which only the files know. RL0723: they are not those of the
+    matrix."""
+    found = {name: _tensor(name, where, open_files, stack)[0].get_shape() for name in divided_names(parameter)}
+    if any(len(size) != len(parameter.spec.shape) for size in found.values()) or \
+            sum(size[0] for size in found.values()) != parameter.spec.shape[0]:
+        shapes = ", ".join(str(tuple(size)) for size in found.values())
+        raise fail("RL0723", f"{', '.join(found)} have the shapes {shapes}, but together they must have "
+                   f"{parameter.spec.shape}", place=str(next(iter(where.values())).parent),
+                   help="weights and config do not match")
+    return {name: size[0] for name, size in found.items()}
 
 
 def _tensor(name: str, where: Mapping[str, Path], open_files: dict[Path, safe_open], stack: ExitStack

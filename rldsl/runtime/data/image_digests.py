@@ -43,12 +43,17 @@ class ImageDigests:
 def image_files(source: Source, rows: range | None = None) -> Iterator[tuple[str, ImageFile]]:
     """(place of its row, image) of each image that is a file, in the order of the rows. rows: of the source; None: all
     of them."""
+    return ((place, image) for place, image in images_of(source, rows) if image.content is None)
+
+
+def images_of(source: Source, rows: range | None = None) -> Iterator[tuple[str, ImageFile]]:
+    """The same of all images."""
     every = range(len(source.table)) if rows is None else rows
     for first in range(every.start, every.stop, ROWS_AT_ONCE):
         numbers = range(first, min(first + ROWS_AT_ONCE, every.stop))
         for number, row in zip(numbers, source.table.read(numbers), strict=True):
             place = source.table.place(number)
-            yield from ((place, image) for image in source.image_column.images(row, place) if image.content is None)
+            yield from ((place, image) for image in source.image_column.images(row, place))
 
 
 def changed_image(source: Source, then: ImageDigests, now: ImageDigests) -> tuple[str, str]:

@@ -29,6 +29,8 @@ class ImageProcessor(ABC):
 
     marker: str  # what stands for an image in a prompt, once for each
     token_id: int  # of the placeholder tokens
+    video: str  # the placeholder token of videos, which rows do not have; "": there is none
+    video_id: int | None  # of this token
 
     def __init__(self, directory: str, processor: Any, config: Any, tokenizer: Any):
         """processor: the image processor of transformers. tokenizer: of the same directory."""
@@ -36,6 +38,9 @@ class ImageProcessor(ABC):
         self.token_id = int(config.image_token_id)
         self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
         self.marker = self.placeholder
+        video = getattr(config, "video_token_id", None)  # a model may know videos; rows have none
+        self.video = "" if video is None else str(tokenizer.convert_ids_to_tokens(int(video)))
+        self.video_id = None if video is None else int(video)
 
     @abstractmethod
     def count(self, size: Size) -> int:

@@ -58,16 +58,23 @@ class ImagePrompts:
             raise fail("RL0767", f"the prompt has {ids.count(token)} image tokens, but its images need {sum(counts)}",
                        place=place, notes=(f"the image token: {self.processor.placeholder}",),
                        help="the text of a prompt must not contain the image token of the model")
+        if self.processor.video_id in ids:
+            raise fail("RL0767", "the prompt has a video token, and rows have no videos", place=place,
+                       notes=(f"the token: {self.processor.video}",), help="remove it; a row can have images from the video")
         of = (image for image, count in enumerate(counts) for _ in range(count))
         return [image_token(token, self.column.number(number, next(of))) if x == token else x for x in ids]
 
     def check_answers(self, answers: Sequence[Sequence[int]], name: str, place: Callable[[int], str]) -> None:
-        """RL0767 where the ids of an answer have the image token: it would stand for no image. name: of the column."""
-        wrong = next((i for i, ids in enumerate(answers) if self.processor.token_id in ids), None)
-        if wrong is not None:
-            raise fail("RL0767", f"the column `{name}` has an image token, and only a prompt can have images",
-                       place=place(wrong), notes=(f"the image token: {self.processor.placeholder}",),
-                       help="remove it, or write it in other words")
+        """RL0767 where the ids of an answer have the token of images or videos: it would stand for none. name: of the
+        column."""
+        made = self.processor
+        for said, token, shown in (("an image token, and only a prompt can have images", made.token_id,
+                                    made.placeholder),
+                                   ("a video token, and rows have no videos", made.video_id, made.video)):
+            wrong = next((i for i, ids in enumerate(answers) if token in ids), None)
+            if wrong is not None:
+                raise fail("RL0767", f"the column `{name}` has {said}", place=place(wrong),
+                           notes=(f"the token: {shown}",), help="remove it, or write it in other words")
 
     def _wrong_placeholders(self, placeholders: int, images: int, place: str) -> Failure:
         if placeholders < images:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from rldsl.diag import Diagnostic, Failure, fail
+from rldsl.diag import Diagnostic, Failure, counted, fail
 from rldsl.runtime.data.row_schema import Row, kind_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -29,6 +29,7 @@ MAX_PIXELS = 1 << 26  # of an image, which takes 3 bytes each as RGB, and 12 as 
 MAX_BYTES = 1 << 28  # of a file
 ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # what is near the end of a complete file
 TAIL = 1 << 16  # bytes, among which it is
+DEFLATE = 1032  # the most bytes that one byte of a PNG's compressed pixels can hold
 ORIENTATION = 0x0112  # the EXIF tag
 EXCHANGED = range(5, 9)  # its values that exchange height and width
 TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # its values -> PIL's Transpose, which undoes them
@@ -90,6 +91,9 @@ class ImageFile:
             file.seek(max(0, file.tell() - TAIL))
             if end is not None and end not in file.read():
                 raise ImageProblem("it is truncated")
+            if image.format == "PNG" and file.tell() * DEFLATE < image.size[1] * (image.size[0] // 8):  # 1 bit each
+                raise ImageProblem(f"its header says {image.size[0]} x {image.size[1]} pixels, which a PNG of "
+                                   f"{counted(file.tell(), 'byte')} cannot have")
 
     def read(self) -> Any:
         """A PIL image in RGB, turned as its EXIF data say. Of an animation the first picture. Raises ImageProblem."""

@@ -32,6 +32,8 @@ class Options:
     allow_write: tuple[str, ...] = ()
     # run Python functions even if their files have changed since the plan was compiled
     changed_python: bool = False
+    # decode every image of the data before the first step
+    check_images: bool = False
     # what is shown and written during the run
     reporting: ReportOptions = ReportOptions()
     # how long a rank waits for another; None: torch's own limit

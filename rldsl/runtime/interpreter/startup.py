@@ -41,7 +41,7 @@ from rldsl.runtime.persist.checkpoint_writer import CheckpointWriter, drop_unfin
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
-from rldsl.runtime.state.image_agreement import compare_image_files
+from rldsl.runtime.state.image_agreement import compare_image_files, decode_images
 from rldsl.runtime.state.step import StepState
 from rldsl.verify import verify
 from rldsl.verify.model_tables import check_model_tables
@@ -80,7 +80,11 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     open_sources(context, reader, items, note)
     note("comparing the files of all ranks")
     compare_contents(reader.content_digests() if dist.get_world_size() > 1 else [], device)
-    compare_image_files(reader.sources, [d.name for d in plan.data if d.images], device)
+    with_images = [d.name for d in plan.data if d.images]
+    compare_image_files(reader.sources, with_images, device)
+    if with_images and options.check_images:
+        note("decoding all images")
+        decode_images(reader.sources, with_images, device)
     check_positions(context, reader, resumed, writer is not None)
     begin_row_states(context, step, reader, resumed)
     check_evaluations(context, reader, items)

@@ -34,7 +34,7 @@ from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.sharding.boxes import Box, cell_of, local_slice, parameters, slices, volume
 from rldsl.sharding.dtypes import parameter_dtype, storage_dtype
-from rldsl.sharding.stored_tensors import of_experts, stored_tensors
+from rldsl.sharding.stored_tensors import divided_names, is_divided, of_experts, stored_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -106,16 +106,29 @@ def _gather(context: RunContext, event: Save, model: Model, local_tensors: Tenso
 
 def _as_stored(model: Model, tensors: Mapping[str, torch.Tensor], index: Mapping[str, str]
                ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors, and the file of every tensor, as the model's directory has them: of one expert each, where it does."""
-    stored, files = dict(tensors), dict(index)
+    """Tensors, and the file of every tensor, as the model's directory has them: of one expert each, where it does, and
+    matrices divided where it divides them."""
+    stored, files, rows = dict(tensors), dict(index), _divided_rows(model)
     for p in parameters(model):
-        parts = [*stored_tensors(p)]
+        parts = [*stored_tensors(p, rows)]
         file, tensor = (files.pop(p.name), stored.pop(p.name, None)) if parts else ("", None)
         for name, box in parts:
             files[name] = file
             if tensor is not None:
-                stored[name] = tensor[slices(box)][0] if of_experts(p) else tensor
+                stored[name] = tensor[slices(box)][0] if of_experts(p) else tensor[slices(box)].contiguous()
     return stored, files
+
+
+def _divided_rows(model: Model) -> dict[str, int]:
+    """Rows of the tensors that the model's directory divides matrices into; {} where it divides none."""
+    from safetensors import safe_open
+
+    names = {name for p in parameters(model) if is_divided(p) for name in divided_names(p)}
+    found: dict[str, int] = {}
+    for path in sorted(Path(model.path).glob("*.safetensors")) if names else ():
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_slice(name).get_shape()[0] for name in names & {*file.keys()}}
+    return found
 
 
 def _widest_first(message: Message, dtypes: Mapping[str, torch.dtype]) -> list[tuple[str, Box]]:

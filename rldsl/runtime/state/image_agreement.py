@@ -3,8 +3,9 @@
 In: the sources that this rank has opened. Out: nothing, or an error. Every rank looks once more at the files, after all
 have opened them: one that was written in between is RL0752. Where ranks of several machines read a source, its files
 are digested, each once on every machine: its ranks divide the blocks of rows among themselves. Blocks are compared
-first; of those that differ, the files, so that a message names one.
-Codes: RL0752 a file changed, RL0769 machines have different files.
+first; of those that differ, the files, so that a message names one. Where the user asks for it, every image is decoded,
+once by any rank.
+Codes: RL0740 an image cannot be decoded, RL0752 a file changed, RL0769 machines have different files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from rldsl.runtime.collectives import all_gather
 from rldsl.runtime.comm.agreement import raise_together
 from rldsl.runtime.comm.content_digests import ContentDigest, compare_contents, readers_of, tables_of_ranks
 from rldsl.runtime.data import Source
-from rldsl.runtime.data.image_digests import image_files
+from rldsl.runtime.data.image_digests import image_files, images_of
+from rldsl.runtime.data.row_check import RowErrors
 
 MOST_BLOCKS = 4096  # of a source
 LEAST_ROWS = 64  # of a block
@@ -54,6 +56,27 @@ def compare_image_files(sources: Mapping[str, Source], with_images: Sequence[str
                                                                if key in blocks), device), device)
 
 
+def decode_images(sources: Mapping[str, Source], with_images: Sequence[str], device: torch.device) -> None:
+    """RL0740 for images that cannot be decoded. All ranks call it together; those that have opened a source divide its
+    rows among themselves. sources: that this rank has opened. with_images: names of all that have images."""
+    readers = _readers(sources, with_images, device)
+
+    def decode() -> Sequence[None]:
+        errors = RowErrors()
+        for source in (sources[name] for name in with_images if name in sources):
+            ranks = readers[source.data.name]
+            for rows in _blocks(source)[ranks.index(dist.get_rank()) :: len(ranks)]:
+                for place, image in images_of(source, rows):
+                    try:
+                        source.image_column.read(image, place)
+                    except Failure as failure:
+                        errors.add(failure.diagnostics)
+        errors.stop()
+        return ()
+
+    _together(decode, device)
+
+
 def _together(what: Callable[[], Iterable[T]], device: torch.device) -> list[T]:
     """What this rank makes, or an error on all ranks if one cannot."""
     found: list[T] = []
@@ -79,16 +102,21 @@ def _places(sources: Mapping[str, Source], with_images: Sequence[str], device: t
             ) -> dict[str, tuple[int, int]]:
     """Of each source that ranks of several machines have opened, and this one: the place of this rank among those of
     its machine that have, and how many these are."""
-    known = [int(os.environ.get("LOCAL_RANK", "0")), *(int(name in sources) for name in with_images)]
-    table = all_gather(torch.tensor(known, dtype=torch.int64, device=device)).tolist()
-    machines = [sum(row[0] == 0 for row in table[: rank + 1]) for rank in range(len(table))]
+    local = all_gather(torch.tensor([int(os.environ.get("LOCAL_RANK", "0"))], device=device)).flatten().tolist()
+    machines = [local[: rank + 1].count(0) for rank in range(len(local))]
     mine, found = dist.get_rank(), {}
-    for i, name in enumerate(with_images, 1):
-        readers = [rank for rank, row in enumerate(table) if row[i]]
+    for name, readers in _readers(sources, with_images, device).items():
         neighbors = [rank for rank in readers if machines[rank] == machines[mine]]
         if mine in readers and len({machines[rank] for rank in readers}) > 1:
             found[name] = neighbors.index(mine), len(neighbors)
     return found
+
+
+def _readers(sources: Mapping[str, Source], with_images: Sequence[str], device: torch.device) -> dict[str, list[int]]:
+    """The ranks that have opened each source."""
+    known = torch.tensor([int(name in sources) for name in with_images], dtype=torch.int64, device=device)
+    table = all_gather(known).tolist()
+    return {name: [rank for rank, row in enumerate(table) if row[i]] for i, name in enumerate(with_images)}
 
 
 def _blocks(source: Source) -> list[range]:
