@@ -60,7 +60,7 @@ class ImagePrompts:
                        help="the text of a prompt must not contain the image token of the model")
         if self.processor.video_id in ids:
             raise fail("RL0767", "the prompt has a video token, and rows have no videos", place=place,
-                       notes=(f"the token: {self.processor.video}",), help="remove it; a row can have images from the video")
+                       notes=(f"the token: {self.processor.video}",), help="remove it; images can stand for a video")
         of = (image for image, count in enumerate(counts) for _ in range(count))
         return [image_token(token, self.column.number(number, next(of))) if x == token else x for x in ids]
 
