@@ -15,6 +15,7 @@ from rldsl.backends.torch.generate.op_trace import trace
 from rldsl.backends.torch.generate.sampling import choose
 from rldsl.backends.torch.kernels import c_compiler, cpu_kernels
 from rldsl.backends.torch.kernels.cpu_rotary import CpuRotary
+from rldsl.backends.torch.kernels.products import wide_product
 from rldsl.backends.torch.kernels.rms_norms import CompiledRMSNorm, RMSNormFunction
 from rldsl.backends.torch.model.attention import Scores, decode_attention
 from rldsl.backends.torch.model.fused_layers import CpuGatedProduct
@@ -96,6 +97,21 @@ def test_sums_and_probabilities(columns: int) -> None:
     normalizer, factor = peak + sums.log(), torch.randn(4)
     expected = (x - normalizer[:, None]).exp() * factor[:, None]
     close(cpu_kernels.scaled_probabilities(x, normalizer, factor), expected)
+
+
+@compiled
+@pytest.mark.parametrize("columns", [1, 17, 256, 1000])
+@pytest.mark.parametrize("keep", [False, True])
+def test_sums_of_a_softmax(columns: int, keep: bool) -> None:
+    x = torch.randn(5, columns) * 20
+    x[1, 0], x[2, -1] = -torch.inf, torch.nan
+    table = x.clone()
+    peak, sums = cpu_kernels.softmax_sums(table, keep)
+    rows = [0, 1, 3, 4] if columns > 1 else [0, 3, 4]  # a row of -inf alone has no softmax
+    weights = (x.double() - x.amax(-1, keepdim=True)).exp().float()
+    assert torch.equal(peak[rows], x.amax(-1)[rows]) and sums[2].isnan()
+    close(sums[rows], weights.sum(-1)[rows])
+    close(table[rows], weights[rows] if keep else x[rows])
 
 
 @compiled
@@ -233,3 +249,14 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
     monkeypatch.setattr(c_compiler, "_run", fail)
     assert not cpu_kernels.available() and not [*(tmp_path / "kernels").iterdir()]
+
+
+@pytest.mark.parametrize("rows, columns", [(257, 8193), (64, 32768), (1, 8192), (300, 100)])
+def test_products_with_many_columns(rows: int, columns: int) -> None:
+    """Tile by tile, whose last ones are smaller, or at once."""
+    a, b = torch.randn(rows, 24), torch.randn(columns, 24)
+    found = wide_product(a, b)
+    assert found.is_contiguous() and found.shape == (rows, columns)
+    close(found, a @ b.T)
+    assert torch.equal(wide_product(a, b), found)
+    assert wide_product(a.bfloat16(), b.bfloat16()).dtype == torch.bfloat16

@@ -8,11 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ADD = {f"{name}{end}" for name in ("index_add", "scatter_add", "index_put", "scatter_reduce", "index_reduce")
        for end in ("", "_")}
-EXACT, ONCE, STATED, WRITES = (
+EXACT, ONCE, STATED, WRITES, CPU = (
     "integers, or their sums in float64, or largest numbers: exact in any order",
     "of equal indices all but one add 0",
     "float64 or float32 rounding that --deterministic removes, as docs/howto/resume.md says",
-    "adds nothing: each place is written once")
+    "adds nothing: each place is written once",
+    "tables that only CPUs keep, where torch adds in the order of the indices")
 REASONS = {
     ("rldsl/runtime/interpreter/derive.py", "_pick"): EXACT,
     ("rldsl/runtime/interpreter/exact_sums.py", "exact_words"): EXACT,
@@ -23,6 +24,7 @@ REASONS = {
     ("backends/torch/model/invariant_probe.py", "_decodes_alike"): WRITES,
     ("backends/torch/model/logprobs.py", "_grad_logits"): ONCE,
     ("backends/torch/model/logprobs.py", "_grad_of_weights"): ONCE,
+    ("backends/torch/model/logprobs.py", "_add_grads_of_weights"): CPU,
     ("backends/torch/model/vision.py", "shifts"): EXACT,
     ("backends/torch/train/router_bias.py", "_count"): EXACT,
     ("backends/torch/train/quantized_adamw.py", "_add_maxima"): EXACT,

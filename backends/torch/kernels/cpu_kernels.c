@@ -159,6 +159,36 @@ void exp_sums(const float *x, const float *peak, int64_t rows, int64_t columns, 
   for (int64_t row = 0; row < rows; row++) sums[row] = weight_sum(x + row * columns, columns, peak[row], 1, NULL);
 }
 
+/* peaks [rows]: the largest of each row of x [rows, columns]; sums [rows] of exp(x - peak), which x becomes if it is
+   kept. A row stays in the cache from one pass to the next */
+void softmax_sums(float *x, int64_t rows, int64_t columns, int keep, float *peaks, float *sums) {
+#pragma omp parallel for if (rows * columns > 1 << 14)
+  for (int64_t row = 0; row < rows; row++) {
+    float *at = x + row * columns, peak = peaks[row] = row_max(at, columns);
+    if (!keep) {
+      sums[row] = weight_sum(at, columns, peak, 1, NULL);
+      continue;
+    }
+    double total = 0;
+    for (int64_t first = 0; first < columns; first += BLOCK) {
+      int64_t end = first + BLOCK < columns ? first + BLOCK : columns, j = first;
+      vec part = all(0);
+      for (; j + LANES <= end; j += LANES) {
+        vec w = vexp(load(at + j) - peak);
+        store(at + j, w);
+        part += w;
+      }
+      if (j < end) {
+        vec w = vexp(load_some(at + j, end - j, -INFINITY) - peak);
+        store_some(at + j, w, end - j);
+        part += w;
+      }
+      total += sum(part);
+    }
+    sums[row] = total;
+  }
+}
+
 /* x [rows, columns] becomes exp(x - normalizer) * factor; normalizer, factor: [rows] */
 void scaled_probabilities(float *x, const float *normalizer, const float *factor, int64_t rows, int64_t columns) {
 #pragma omp parallel for if (rows * columns > 1 << 14)

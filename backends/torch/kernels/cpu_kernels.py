@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.kernels import c_compiler
-from rldsl.backends.torch.kernels.products import product
+from rldsl.backends.torch.kernels.products import wide_product
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
@@ -38,6 +38,7 @@ ARGUMENTS = {
     "gated_product": (POINTER, POINTER, INT, POINTER),
     "gated_product_backward": (POINTER, POINTER, POINTER, INT, POINTER, POINTER),
     "exp_sums": (POINTER, POINTER, INT, INT, POINTER),
+    "softmax_sums": (POINTER, INT, INT, ctypes.c_int, POINTER, POINTER),
     "scaled_probabilities": (POINTER, POINTER, POINTER, INT, INT),
     "sample": (POINTER, POINTER, INT, INT, FLOAT, POINTER, POINTER),
     "decode_attention": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, POINTER, POINTER, INT, POINTER, INT,
@@ -170,6 +171,13 @@ def exp_sums(x: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
     return sums
 
 
+def softmax_sums(x: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] each: the largest of the columns of x [N, V], and the sum of exp(x - largest). keep: x becomes that."""
+    peaks, sums = x.new_empty(len(x)), x.new_empty(len(x))
+    library().softmax_sums(x.data_ptr(), *x.shape, keep, peaks.data_ptr(), sums.data_ptr())
+    return peaks, sums
+
+
 def scaled_probabilities(x: torch.Tensor, normalizer: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """exp(x - normalizer) * factor, in place. x: [N, V]; normalizer, factor: [N]."""
     library().scaled_probabilities(x.data_ptr(), normalizer.data_ptr(), factor.data_ptr(), *x.shape)
@@ -178,8 +186,8 @@ def scaled_probabilities(x: torch.Tensor, normalizer: torch.Tensor, factor: torc
 
 def _sample_into(out: tuple[torch.Tensor, torch.Tensor], hidden: torch.Tensor, head: torch.Tensor,
                  draws: torch.Tensor, temperature: float) -> None:
-    logits = product(hidden, head).contiguous()
-    library().sample(logits.data_ptr(), draws.data_ptr(), *logits.shape, temperature, *(x.data_ptr() for x in out))
+    table = wide_product(hidden, head).contiguous()
+    library().sample(table.data_ptr(), draws.data_ptr(), *table.shape, temperature, *(x.data_ptr() for x in out))
 
 
 def _sample(hidden: torch.Tensor, head: torch.Tensor, draws: torch.Tensor, temperature: float

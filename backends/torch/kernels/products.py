@@ -22,6 +22,8 @@ from torch import nn
 from rldsl.backends.torch.kernels.autograd import Function
 
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
+TILE = 256, 1024               # rows and columns of a product with many columns that MKL computes at once
+MIN_COLUMNS, MIN_TILED = 1 << 13, 1 << 21  # from here on (columns, elements) it is faster tile by tile
 MIN_ELEMENTS = 1 << 12         # that a product has then: oneDNN is slow at few rows and columns with long sums
 
 
@@ -49,6 +51,22 @@ def has_onednn() -> bool:
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [n, k] @ b [m, k].T -> [n, m]. Not differentiable: for functions with their own gradient."""
     return _onednn(a, b, None) if _takes(a, b) else a @ b.T
+
+
+def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """As `product`, for many columns. Where rows of a result are far apart in memory, MKL writes a tile of it at a time
+    faster than all of it: the logits of vocabularies of 8192 and 32768 tokens in 0.5 to 0.9 of the time on an AMD EPYC
+    with AVX2. Not for steps that are captured: their operators write complete tensors."""
+    large = len(b) >= MIN_COLUMNS and len(a) * len(b) >= MIN_TILED
+    if not large or a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or _takes(a, b):
+        return product(a, b)
+    out = a.new_empty(len(a), len(b))
+    rows, columns = TILE
+    for row in range(0, len(a), rows):
+        for column in range(0, len(b), columns):
+            torch.mm(a[row : row + rows], b[column : column + columns].T,
+                     out=out[row : row + rows, column : column + columns])
+    return out
 
 
 def ordered_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.backends.torch.kernels.products import add_product, product
+from rldsl.backends.torch.kernels.products import add_product, product, wide_product
 from rldsl.backends.torch.model.collectives import tree_all_reduce
 from rldsl.backends.torch.model.invariant_products import multiply, weight_gradient
 from rldsl.backends.torch.model.row_groups import RowGroups, sum_over_groups
@@ -145,8 +145,14 @@ class _TokenLogprobs(Function):
                 grad_weight = torch.zeros_like(weight)
             for start in range(rows.start, rows.stop, chunk):
                 part = slice(start, min(start + chunk, rows.stop))
-                if start in ctx.kept:  # once: the table becomes its gradient, and a second backward makes it again
+                if start in ctx.kept:  # once: a second backward makes the table again
                     weights, sums = ctx.kept.pop(start)
+                    if targets.shape[1] == 1:
+                        grad_weight = _add_grads_of_weights(
+                            weights, sums, targets[part, 0], vocab_start,
+                            grad_logprobs[part, 0] / temperature, hidden[part], head, grad_hidden[part],
+                            grad_weight if ctx.needs_input_grad[1] else None, ctx.needs_input_grad[1])
+                        continue
                     grad = _grad_of_weights(weights, sums, targets[part], vocab_start, grad_logprobs[part])
                     del weights, sums
                 else:
@@ -198,8 +204,11 @@ def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_s
     Summed are w = exp(logit - largest) and, if wanted, w * logit and w * w. Overwrites the logits. keep: by w, where
     nothing but w is summed."""
     at, is_local = _local_columns(targets, vocab_start, logits.shape[1])
-    peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
     chosen = torch.where(is_local, logits.gather(1, at), 0.0)
+    if tp.size == 1 and cuts is None and not (want_entropy or want_squares) and cpu_kernels.takes(logits):
+        peak, row_sums = cpu_kernels.softmax_sums(logits, keep)
+        return peak, row_sums[None], chosen.T
+    peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
     if want_entropy:
         weights = (logits - peak[:, None]).exp_()
         rows = [block_sums(weights, cuts), block_sums(logits.mul_(weights), cuts)]
@@ -252,6 +261,24 @@ def _grad_of_weights(weights: torch.Tensor, sums: torch.Tensor, targets: torch.T
     return grad.scatter_add_(1, at, torch.where(is_local, grad_logprobs, 0.0))
 
 
+def _add_grads_of_weights(weights: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, vocab_start: int,
+                          grad: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor, grad_hidden: torch.Tensor,
+                          grad_weight: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
+    """Write the gradient of hidden states [C, H] to `grad_hidden`, and return `grad_weight` with that of the weight
+    [V, H], None where it is not wanted. weights: exp(logit - largest) [C, V], and `sums` [C], of all ranks. grad: [C]
+    of log-probs.
+
+    The gradient of the logits, grad * (1[t] - w / sum), is made nowhere: its first part is one row, and the factors
+    of the second scale the rows of what `weights` is multiplied with, or of the product."""
+    at, is_local = _local_columns(targets, vocab_start, weights.shape[1])
+    scale, of_target = (-grad / sums)[:, None], torch.where(is_local, grad, 0.0)[:, None]
+    torch.addcmul(product(weights, head.T).mul_(scale), head[at], of_target, out=grad_hidden)
+    if not wanted:
+        return None
+    grad_weight = add_product(grad_weight, weights.T, (hidden * scale).T)
+    return grad_weight.index_add_(0, at, hidden * of_target)
+
+
 def _statistics(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
@@ -260,9 +287,9 @@ def capped_logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float, 
                   again: bool = False) -> torch.Tensor:
     """[N, V_local] of hidden states [N, H] in the dtype of statistics. cap: as of `token_logprobs`. invariant: of an
     invariant model. again: in its backward pass, where its mode is off."""
-    products = multiply(hidden, head.T) if again else hidden @ head.T if invariant else product(hidden, head)
-    logits = cap_logits(products.to(_statistics(hidden)), cap)
-    return logits if temperature == 1 else logits.div_(temperature)
+    products = multiply(hidden, head.T) if again else hidden @ head.T if invariant else wide_product(hidden, head)
+    capped = cap_logits(products.to(_statistics(hidden)), cap)
+    return capped if temperature == 1 else capped.div_(temperature)
 
 
 def cap_logits(logits: torch.Tensor, cap: float) -> torch.Tensor:
