@@ -228,7 +228,8 @@ def _shown(number: float) -> str:
 
 
 def _scalar(node: Node) -> Any:
-    """The value of a plain node as YAML means it; None of a list or a table."""
+    """The value of a plain node as YAML means it; None of a list or a table. What only YAML 1.1 reads as a number, 010
+    as 8 and 1:30 as 90, is a text."""
     import yaml
 
     if not isinstance(node, yaml.ScalarNode):
@@ -237,6 +238,8 @@ def _scalar(node: Node) -> Any:
         plain = yaml.SafeLoader("").construct_object(node)
     except (yaml.YAMLError, ValueError):
         return None
+    if isinstance(plain, int | float) and re.search(r":|^[-+]?0[\d_xXbo]", node.value):
+        return str(node.value)
     if isinstance(plain, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", plain):
         return float(plain)  # YAML 1.1 wants a dot in 1e-6; people do not
     return plain

@@ -23,6 +23,7 @@ from rldsl.search import Answer, Options, PreparedProgram, find_placement, prepa
 from rldsl.search.branch_and_bound import Result
 from rldsl.search.modes import is_mode
 from rldsl.simulate import Lengths, check_lengths
+from rldsl.source import COMMAND_LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ def search(request: SearchRequest, target: str, as_json: bool) -> str:
     write(target, text.encode(), "choose another path with -o")
     if as_json:
         return answer_text.to_json(answer, cluster.name)
-    return answer_text.format_answer(answer, request.file, cluster.name, cost_source_text(cluster, answer)) + (
+    profile = cost_source_text(cluster, answer)
+    return answer_text.format_answer(answer, request.file, cluster.name, profile, timed_out) + (
         f"\n  wrote {target}; next: rlc compile {request.file} --place {target}\n")
 
 
@@ -62,14 +64,15 @@ def explain(request: SearchRequest, as_json: bool) -> str:
     """The placement of the program, the file and the rules, compared with the best one."""
     from rldsl.search.comparison import compare_with_best, to_json
 
-    cluster, p = _prepare(replace(request, locks=()))
+    cluster, p = _prepare(replace(request, locks=()), keeps_rules=False)
     _, fixed = _prepare(replace(request, locks=("*",)))
     answer, _ = _run_search(p, cluster, request)
     found = compare_with_best(answer, fixed, cluster, request.lengths)
     return to_json(found) if as_json else found.text(request.file, cluster.name)
 
 
-def _prepare(request: SearchRequest) -> tuple[Cluster, PreparedProgram]:
+def _prepare(request: SearchRequest, keeps_rules: bool = True) -> tuple[Cluster, PreparedProgram]:
+    """keeps_rules: calls that a rule of the command line puts on a mesh stay there, as in `rlc compile`."""
     cluster = find(request.cluster)
     if missing := cluster.unknown():
         raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.name,
@@ -81,7 +84,8 @@ def _prepare(request: SearchRequest) -> tuple[Cluster, PreparedProgram]:
     graph = _graph(request)
     check_lengths(request.lengths, graph.frames, request.file)
     memory = int(cluster.memory_gb * 1e9)
-    free = unless_locked(graph, api.read_selectors(request.locks))
+    kept = [r for r in graph.rules if r.span.file.name == COMMAND_LINE and r.clause.mesh] if keeps_rules else []
+    free = unless_locked(graph, api.read_selectors(request.locks), kept)
     return cluster, prepare_program(graph, request.place or "", cluster, memory, free, describe)
 
 

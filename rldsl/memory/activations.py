@@ -136,11 +136,7 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, 
     attends = states is None or states.attends
     # those of no module that carries a state
     outer = tuple(p for p in specs if states is None or not any(f".{m}." in p.name for m in states.modules))
-    ways, inner, shared = _mlp_widths(model, outer, tp)
-    part = 1  # of the tokens, which the block with its experts computes
-    if block is not None:  # counted as a whole
-        ways = shared = inner = 0
-        part = 1 if _divides_experts(specs) else tp  # what tp does not divide sees a part of the tokens
+    ways, inner, shared = _mlp_widths(model, outer, tp) if block is None else (0, 0, 0)
     gated = _gated(outer)
     heads, groups = -(-s.heads // tp), -(-s.kv_heads // tp)
     q, kv = (heads * s.head_dim, groups * s.head_dim) if attends else (0, 0)
@@ -158,38 +154,28 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, 
     after = more + _norm(h, compute, stream, 0, layer_norm, trained)
     head_norms = _head_norm(q + kv, compute, stream, trained) if _has(specs, "q_norm") and attends else 0
     attention = attention_bytes(model, tp, compute, kind, longest, trained) if attends else AttentionBytes()
-    each = 4 if gated else 5 if s.activation in COMPOSED else 2
-    of_module = 3 if gated and fused else each  # of a token in an MLP that is no expert
-    mlp = compute * inner * of_module
-    if ways:  # the choice among all in float32, orders of rows, and what each expert reads, has inside and gives
-        own = inner * each + 2 * h if trained else inner * (each - 1) + h  # the frozen ones keep no inputs of products
-        mlp = 4 * max((p.experts for p in specs), default=0) + ways * (ORDERS + compute * own)
-        mlp += compute * shared * of_module
-    if block is not None:
-        mlp = block.saved // part
-    elif not inner:
+    if block is None:
+        mlp = _mlp(model, layout, compute, stream, fused, outer, gated)
+    else:  # counted as a whole; what tp does not divide sees a part of the tokens
+        part = 1 if _divides_experts(specs) else tp
+        mlp = _Mlp(block.saved // part, block.forward // part - stream * h, (block.backward - block.saved) // part,
+                   block.outputs // part)
+    if block is None and not inner:
         second, norms = 0, max(norms, 2)  # without an MLP there is one sublayer
-    saved = (first + second + (norms - 2) * after + head_norms + attention.saved + mlp
+    saved = (first + second + (norms - 2) * after + head_norms + attention.saved + mlp.saved
              + _adapters(model, layout, compute))
     held = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
-    inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
-    if block is not None:
-        fed, back = block.forward // part - stream * h, (block.backward - block.saved) // part
-    elif ways:
-        fed = max(_routed_forward(h, inner * inside, ways, compute, stream, layout.ep > 1), inside * compute * shared)
-        back = _routed_backward(h, inner, ways, compute, stream, layout.ep > 1)
-    else:
-        fed, back = inside * compute * inner, 2 * compute * inner
     attended_back = attention.backward
     if kind in ("composed", "math"):  # what the MLP keeps is gone then
-        attended_back = max(attended_back, attended_back + attention.probabilities - second - mlp)
-    forward, backward = held + max(fed, attention.forward), max(back, attended_back) + stream * h
+        attended_back = max(attended_back, attended_back + attention.probabilities - second - mlp.saved)
+    forward = held + max(mlp.forward, attention.forward)
+    backward = max(mlp.backward, attended_back) + stream * h
     # half-precision models make a float32 copy of such a matrix in every pass
     wide = 4 * sum(prod(p.shape) for p in routers) if compute != stream else 0
     rounded = wide if any(not p.float32 for p in routers) else 0
     row: dict[str, int] = {}
     if states is not None:
-        row = {"outside": held, "after": second + mlp + (norms - 2) * after,
+        row = {"outside": held, "after": second + mlp.saved + (norms - 2) * after,
                "row_saved": states.saved.bytes(longest), "row_forward": states.forward.bytes(longest),
                "row_backward": states.backward.bytes(longest), "state": states.state,
                "step": states.step + states.state, "row_outputs": states.outputs + states.state}
@@ -197,10 +183,38 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, 
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
                             both if layout.cp > 1 else 0, both * (kind != "packed"),
                             _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream)
-                            + (block.outputs // part if block is not None else 0),
+                            + mlp.outputs,
                             **row, caches=attends, fixed=block.fixed if block is not None else rounded,
                             fixed_forward=block.fixed_forward if block is not None else rounded,
                             fixed_outputs=block.fixed_outputs if block is not None else 0)
+
+
+class _Mlp(NamedTuple):
+    """Bytes per token of the MLP, or the experts, of a layer on one rank."""
+
+    saved: int  # kept for the backward pass
+    forward: int  # peak of a forward pass, besides the stream
+    backward: int  # peak of the backward pass, besides what is saved
+    outputs: int = 0  # of all operations of a forward pass, where `_outputs` does not count them
+
+
+def _mlp(model: Model, layout: Layout, compute: int, stream: int, fused: bool, specs: tuple[ParamSpec, ...],
+         gated: bool) -> _Mlp:
+    """Of layers in the usual form. specs: of the parameters outside modules that carry a state. The rest as of
+    `_layer`."""
+    h, activation = model.sizes.hidden, model.sizes.activation
+    ways, inner, shared = _mlp_widths(model, specs, layout.tp)
+    each = 4 if gated else 5 if activation in COMPOSED else 2
+    of_module = 3 if gated and fused else each  # of a token in an MLP that is no expert
+    inside = 4 if model.lora is not None or activation in COMPOSED else 3
+    if not ways:
+        return _Mlp(compute * inner * of_module, inside * compute * inner, 2 * compute * inner)
+    # the choice among all in float32, orders of rows, and what each expert reads, has inside and gives; frozen ones
+    # keep no inputs of products
+    own = inner * (each - 1) + h if model.base else inner * each + 2 * h
+    saved = 4 * max(p.experts for p in specs) + ways * (ORDERS + compute * own) + compute * shared * of_module
+    forward = max(_routed_forward(h, inner * inside, ways, compute, stream, layout.ep > 1), inside * compute * shared)
+    return _Mlp(saved, forward, _routed_backward(h, inner, ways, compute, stream, layout.ep > 1))
 
 
 def _mlp_widths(model: Model, specs: tuple[ParamSpec, ...], tp: int) -> tuple[int, int, int]:

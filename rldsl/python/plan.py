@@ -138,7 +138,7 @@ class Plan:
             check_lengths(lengths, indexed_frames(self.record).values(), "simulate")
         _check_durations(durations or {})
         return Simulation(self.record, simulate(self.record, machine, lengths, durations), machine, lengths, self.name,
-                          durations=dict(durations or {}))
+                          durations=dict(durations or {}), peak_bytes=self.memory.bytes)
 
     @reports_failures
     def report(self, cluster: Machines | None = None, *, trace: str | os.PathLike[str] | None = None) -> Report:

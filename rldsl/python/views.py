@@ -127,6 +127,7 @@ class Simulation:
     name: str = ""                                     # of the plan, for people
     other: OtherLag | None = None                      # what another lag would change; None: unknown
     durations: Mapping[str, float] = field(default_factory=dict)  # seconds of calls that were given, not predicted
+    peak_bytes: int = 0                                # that the fullest rank needs; 0: unknown
 
     @property
     def seconds(self) -> float:
@@ -153,13 +154,13 @@ class Simulation:
         from rldsl.simulate.summary import format_timeline
 
         return format_timeline(self.plan, self.timeline, self.cluster, self.lengths, Path(self.name).name,
-                               self.other, tuple(self.durations))
+                               self.other, tuple(self.durations), self.peak_bytes)
 
     def json(self) -> str:
         """What `rlc sim --json` prints; docs/simulate.md describes it."""
         from rldsl.simulate.summary import to_json
 
-        return to_json(self.plan, self.timeline, self.cluster, self.other, self.durations)
+        return to_json(self.plan, self.timeline, self.cluster, self.other, self.durations, self.peak_bytes)
 
     @reports_failures
     def save_trace(self, path: str | os.PathLike[str]) -> Path:

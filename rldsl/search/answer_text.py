@@ -59,8 +59,9 @@ def _next_best_text(i: Evaluator, a: Assignment, c: int, now: float, outcomes: M
             f"{outcomes.get(found.assignment, 'not simulated')}")
 
 
-def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
-    """name, cluster: of the program and the cluster. profile: where the times come from."""
+def format_answer(answer: Answer, name: str, cluster: str, profile: str, timed_out: bool = False) -> str:
+    """name, cluster: of the program and the cluster. profile: where the times come from. timed_out: whether a time
+    limit ended the search."""
     best, i = answer.best[0], answer.evaluator
     memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
     out = [f"{name} on {cluster}: {counted(answer.problem.world, 'rank')}", "",
@@ -68,7 +69,7 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
            f"{human(best.bytes)}{memory} peak per rank"]
     if answer.result.bound:
         out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      "
-                   f"{answer.result.num_nodes} search nodes: {end_text(answer)}")
+                   f"{answer.result.num_nodes} search nodes: {end_text(answer, timed_out)}")
     out += [f"  times  {profile}", "", *table_lines(i, best, answer.outcomes), ""]
     if len(answer.best) > 1:
         out.append("  next best")
@@ -77,12 +78,12 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
     return "\n".join(line.rstrip() for line in out) + "\n"
 
 
-def end_text(answer: Answer) -> str:
+def end_text(answer: Answer, timed_out: bool = False) -> str:
     """Why the search ended, and why the gap may be larger than the accepted one."""
     if not answer.result.complete and answer.result.num_nodes >= NUM_NODES and answer.result.gap <= WIDE_GAP:
         return f"within {WIDE_GAP:.0%} after {NUM_NODES:,} search nodes"
     if not answer.result.complete:
-        return "stopped by --seconds or at the maximum number of search nodes"
+        return "stopped by --seconds" if timed_out else "stopped at the maximum number of search nodes"
     if answer.gap <= answer.accepted_gap:
         return f"within the accepted gap of {answer.accepted_gap:.2%}"
     if answer.result.gap > answer.accepted_gap:

@@ -18,8 +18,7 @@ from rldsl.search.call_costs import Candidate
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.greedy import choose_candidates, greedy_evaluation
 from rldsl.search.lower_bound import Moving
-from rldsl.search.remaining_bytes import Remaining
-from rldsl.search.remaining_memory import RemainingMemory
+from rldsl.search.remaining_memory import Remaining, RemainingMemory
 from rldsl.search.reshard_costs import ReshardCost
 from rldsl.search.space import Block, Strategy
 

@@ -92,9 +92,10 @@ def _fixed_call(node: g.Node, p: Placement, frames: Mapping[str, IndexedFrame]) 
     return FixedCall(Block(ranks[0][0], ranks[-1][1]), Strategy.of(p))
 
 
-def unless_locked(graph: g.Graph, locks: Sequence[g.Rule]) -> Callable[[g.Node, Choice | None], bool]:
-    """Whether a call is free: all are, except those that a selector of `--lock` names. locks: the selectors, as rules
-    of the command line. Errors: RL0313 a selector that matches nothing, several computations, or no call."""
+def unless_locked(graph: g.Graph, locks: Sequence[g.Rule],
+                  kept: Sequence[g.Rule] = ()) -> Callable[[g.Node, Choice | None], bool]:
+    """Whether a call is free: all are, except those that a selector of `--lock` names, or a rule that is kept. locks:
+    the selectors, as rules of the command line. Errors: RL0313 a selector that matches nothing, several computations, or no call."""
     nodes = tuple(g.nodes(graph.items))
     for lock in locks:
         problem = check_selector(lock, nodes)
@@ -105,7 +106,7 @@ def unless_locked(graph: g.Graph, locks: Sequence[g.Rule]) -> Callable[[g.Node, 
                                  help=f"omit it, or write one of {', '.join(f'`{c}`' for c in calls)}")
         if problem is not None:
             raise Failure([problem])
-    return lambda node, _: all(specificity(lock.selector, node) < 0 for lock in locks)
+    return lambda node, _: all(specificity(rule.selector, node) < 0 for rule in (*locks, *kept))
 
 
 # ------------------------------------------------------------------------------------------ back to a program

@@ -16,7 +16,7 @@ from rldsl.plan.events import Lengths as Counted
 from rldsl.plan.json_output import json_output
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts, describe_event, line_of
-from rldsl.plan.notation import cut, ranges_text, seconds_text
+from rldsl.plan.notation import cut, human, ranges_text, seconds_text
 from rldsl.plan.projection import event_paths
 from rldsl.plan.visible_plan import visible_plan
 from rldsl.simulate.lengths import Lengths, token_frames
@@ -66,8 +66,8 @@ def _line_text(event: Event | None) -> tuple[str, str]:
 
 
 def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str,
-                    other: OtherLag | None = None, given: Sequence[str] = ()) -> str:
-    """given: calls whose durations were given."""
+                    other: OtherLag | None = None, given: Sequence[str] = (), peak_bytes: int = 0) -> str:
+    """given: calls whose durations were given. peak_bytes: that the fullest rank needs; 0: unknown."""
     plan = visible_plan(plan)
     places, known = PlaceTexts.of(plan), {e.id: e for e, _ in event_paths(plan)}
     used = counted(plan.header.world, "rank") if plan.header.world == cluster.world else \
@@ -80,6 +80,9 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     if rows:
         texts = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
         lines.append(f"  lengths   {', '.join(texts)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))
+    if 0 < cluster.memory_gb * 1e9 < peak_bytes:
+        lines.append(f"  memory    {human(peak_bytes):>10}      on the fullest rank: it does not fit, a device of "
+                     f"{cluster.name} has {human(int(cluster.memory_gb * 1e9))}")
     lines += [f"  {what}" for what in _at_most(plan)]
     if other is not None:
         lines += [f"  lag {plan.header.lag:<5} {lag_verdict(plan.header.lag, timeline.average, other)}"]
@@ -171,7 +174,7 @@ def _busy(timeline: Timeline, event: int) -> float:
 
 
 def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | None = None,
-            durations: Mapping[str, float] | None = None) -> str:
+            durations: Mapping[str, float] | None = None, peak_bytes: int = 0) -> str:
     known: Mapping[int, Event] = {e.id: e for e, _ in event_paths(plan)}
     every = timeline.event_seconds()
     meshes = {m.id: [list(r) for r in m.ranks] for m in plan.meshes}
@@ -179,6 +182,7 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | 
         "format": 1, "cluster": cluster.name, "seconds": timeline.seconds,
         "average_seconds": timeline.average, "tokens": timeline.tokens,
         "tokens_per_second": timeline.tokens_per_second, "lag": plan.header.lag,
+        "peak_bytes": peak_bytes, "memory_bytes": int(cluster.memory_gb * 1e9),
         "other_lag": asdict(other) if other is not None else None,
         "calls": [{"event": e.id, "call": e.display_name, "at": e.at, "seconds": every[e.id],
                    "busy": _busy(timeline, e.id)}

@@ -138,6 +138,7 @@ def test_quantiles_have_the_mean_and_deviation(distribution: Distribution) -> No
     ("gpus: 8\ntool_seconds: {mean: 1, deviation: -1}\n", [("RL0205", 2)]), ("gpus: 8\nturns: fast\n", [("RL0205", 2)]),
     ("gpus: 8\nnods: 2\n", [("RL0107", 2)]), ("gpus: 8\ngpus: 4\n", [("RL0215", 2)]),
     ("gpus: eight\n", [("RL0205", 1)]), ("gpus: 0\n", [("RL0205", 1)]), ("gpus: 2.5\n", [("RL0205", 1)]),
+    ("gpus: 010\n", [("RL0205", 1)]), ("gpus: 0x8\n", [("RL0205", 1)]), ("gpus: 8\nlink_gb_s: 1:30\n", [("RL0205", 2)]),
     ("gpus: true\n", [("RL0205", 1)]), ("gpus: [8]\n", [("RL0205", 1)]), ("gpus:\n", [("RL0205", 1)]),
     ("gpus: 8\nmemory_gb: 0\n", [("RL0205", 2)]), ("gpus: 8\nmemory_gb: 1e-12\n", [("RL0205", 2)]),
     ("gpus: 8\nmemory_gb: 1e10\n", [("RL0205", 2)]), ("gpus: 8\nmemory_gb: .inf\n", [("RL0205", 2)]),

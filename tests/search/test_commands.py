@@ -121,6 +121,19 @@ def test_a_lock_keeps_a_call_where_the_program_has_it(folder: Path) -> None:
     assert kept["best"][0]["seconds"] >= free["best"][0]["seconds"] * (1 - 1e-9)
 
 
+def test_a_mesh_on_the_command_line_keeps_a_call(folder: Path) -> None:
+    """As when compiling; a rule without a mesh says what may be tried, and a comparison frees all calls."""
+    found = json.loads(searched("--json", "--on", "ref.* on mesh(1:2) mbs=4"))
+    (ref,) = [c for c in found["best"][0]["calls"] if c["call"] == "ref.logprobs"]
+    assert ref["ranks"] == [1, 2] and ref["how"] == "dp=1 mbs=4" and "as in the program" in ref["why"]
+    assert "place ref.logprobs" in (folder / "grpo.place.rlf").read_text()
+    tried = json.loads(searched("--json", "--on", "ref.* mbs=4"))
+    (ref,) = [c for c in tried["best"][0]["calls"] if c["call"] == "ref.logprobs"]
+    assert "mbs=4" in ref["how"] and "as in the program" not in ref["why"]
+    compared = rlc("explain-placement", "grpo.rlf", "--cluster", "two.yaml", "--on", "ref.* on mesh(1:2) mbs=4", "--json")
+    assert compared.exit_code == 0, compared.output
+
+
 @pytest.mark.parametrize("how", ["rule", "line"])
 def test_what_is_kept_is_in_the_file_wherever_it_was_said(folder: Path, how: str) -> None:
     rule = "ref.* on mesh(0:1) mbs=8"
@@ -166,7 +179,7 @@ def test_time_ends_a_search_which_says_so(folder: Path) -> None:
 def test_a_result_has_one_gap_and_says_why_the_search_ended(folder: Path) -> None:
     text = searched("--gap", "0.5")
     assert text.count("gap ") == 2 and "search nodes: within the accepted gap of 50.00%" in text, text
-    assert "stopped by --seconds" in searched("--gap", "0", "--seconds", "0.000001")
+    assert "search nodes: stopped by --seconds\n" in searched("--gap", "0", "--seconds", "0.000001")
 
 
 def test_what_a_simulation_adds_to_the_gap_is_named(folder: Path) -> None:

@@ -51,6 +51,18 @@ def test_json_is_the_same(folder: Path) -> None:
     assert all(0 <= i["share"] < 1 for i in found["idle"]) and found["spans"] and found["estimated"]
 
 
+def test_a_device_that_is_too_small_is_named(folder: Path) -> None:
+    peak = json.loads(sim("ppo.plan", "--cluster", "two.yaml", "--json").output)["peak_bytes"]
+    text = (folder / "two.yaml").read_text()
+    assert peak > 0 and "memory_gb" not in text
+    for memory, fits in ((2 * peak, True), (peak // 2, False)):
+        (folder / "other.yaml").write_text(f"{text}\nmemory_gb: {memory / 1e9:.9f}\n")
+        said = sim("ppo.plan", "--cluster", "other.yaml").output
+        assert ("on the fullest rank: it does not fit, a device of" in said) is not fits, said
+        found = json.loads(sim("ppo.plan", "--cluster", "other.yaml", "--json").output)
+        assert found["peak_bytes"] == peak and found["memory_bytes"] == pytest.approx(memory, abs=1)
+
+
 def test_lengths_and_trace(folder: Path) -> None:
     full, short = (json.loads(sim("ppo.plan", "--cluster", "two.yaml", "--json", *more).output)
                    for more in ((), ("--prompt-tokens", "4", "--response-tokens", "5", "--longest", "8",
