@@ -95,7 +95,8 @@ def _fixed_call(node: g.Node, p: Placement, frames: Mapping[str, IndexedFrame]) 
 def unless_locked(graph: g.Graph, locks: Sequence[g.Rule],
                   kept: Sequence[g.Rule] = ()) -> Callable[[g.Node, Choice | None], bool]:
     """Whether a call is free: all are, except those that a selector of `--lock` names, or a rule that is kept. locks:
-    the selectors, as rules of the command line. Errors: RL0313 a selector that matches nothing, several computations, or no call."""
+    the selectors, as rules of the command line. Errors: RL0313 a selector that matches nothing, several computations,
+    or no call."""
     nodes = tuple(g.nodes(graph.items))
     for lock in locks:
         problem = check_selector(lock, nodes)
