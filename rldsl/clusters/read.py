@@ -64,9 +64,7 @@ def read(path: str) -> Cluster:
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except FileNotFoundError:
-        near = get_close_matches(path, presets(), n=1)
-        known = f"did you mean `{near[0]}`?" if near else f"built-in node types: {', '.join(presets())}"
-        raise fail("RL0091", f"no such file: {path}", place=path, help=known) from None
+        raise fail("RL0091", f"no such file: {path}", place=path, help=_near(path)) from None
     except OSError as error:
         raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path,
                    help=f"pass a readable file, or a built-in node type: {', '.join(presets())}") from None
@@ -74,6 +72,19 @@ def read(path: str) -> Cluster:
         raise fail("RL0103", f"`{path}` is not valid YAML", place=path,
                    help=f"byte {error.start} is not UTF-8") from None
     return parse(SourceFile(path, text))
+
+
+def _near(name: str) -> str:
+    """Help for a name that is no file and no preset."""
+    found = NAMED.fullmatch(name)
+    kinds = {known.rpartition("x")[0]: known for known in presets()}
+    if found is not None and found[1] in kinds:
+        known = kinds[found[1]]
+        gpus = int(known.rpartition("x")[2])
+        return (f"the number counts all devices, {gpus} per node: `{known}`, `{found[1]}x{2 * gpus}`, and so on up to "
+                f"{FIELDS['nodes'].high:,.0f} nodes; for other nodes write a file with `preset: {known}` and `gpus:`")
+    near = get_close_matches(name, presets(), n=1)
+    return f"did you mean `{near[0]}`?" if near else f"built-in node types: {', '.join(presets())}"
 
 
 def parse(file: SourceFile) -> Cluster:
@@ -149,7 +160,11 @@ class _Reader:
         if self.found:
             return None
         values.setdefault("name", Path(self.file.name).stem)
-        return Cluster(**values) if base is None else replace(base, **values)
+        found = Cluster(**values) if base is None else replace(base, **values)
+        if 0 < found.memory_gb < found.cache_gb:
+            self.say("RL0205", "`cache_gb` must be at most `memory_gb`", given.get("cache_gb", given.get("memory_gb", tree)),
+                     f"{found.cache_gb:g} of {found.memory_gb:g} GB", help="both are per device, in 10^9 bytes")
+        return found
 
     def value(self, name: str, field: Field, node: Node) -> Any:
         """One value of the right type and range; None after a mistake."""

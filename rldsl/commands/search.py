@@ -75,8 +75,8 @@ def _prepare(request: SearchRequest, keeps_rules: bool = True) -> tuple[Cluster,
     """keeps_rules: calls that a rule of the command line puts on a mesh stay there, as in `rlc compile`."""
     cluster = find(request.cluster)
     if missing := cluster.unknown():
-        raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.name,
-                   notes=(f"missing: {', '.join(missing)}",),
+        raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=request.cluster,
+                   notes=(f"missing, or 0: {', '.join(missing)}",),
                    help="start the file with a preset (`preset: h100x8`), add the numbers, or measure this machine "
                         "with `rlc profile`")
     if request.memory:
@@ -115,8 +115,8 @@ def _run_search(p: PreparedProgram, cluster: Cluster, request: SearchRequest) ->
         answer = find_placement(p, cluster, p.placed.memory, options)
     except KeyboardInterrupt:
         took = time.process_time() - begin
-        raise Interrupted(f"interrupted after {took:.0f} s of CPU time; nothing was written. With `--seconds "
-                          f"{max(took, 1):.0f}`, the search stops by then and writes the best placement it has found"
+        raise Interrupted(f"the search was interrupted after {took:.0f} s of CPU time; nothing was written. With "
+                          f"`--seconds {max(took, 1):.0f}`, it stops by then and writes the best placement it has found"
                           ) from None
     return answer, timed_out
 

@@ -113,7 +113,7 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     unknown = cluster.unknown()
     if unknown:
         raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.name,
-                   notes=(f"missing: {', '.join(unknown)}",),
+                   notes=(f"missing, or 0: {', '.join(unknown)}",),
                    help="start the file with a preset (`preset: h100x8`), add the numbers, or measure this machine "
                         "with `rlc profile`")
     header = plan.header

@@ -228,7 +228,7 @@ def test_a_simulation_is_that_of_the_command_line() -> None:
 
 @pytest.mark.parametrize("act", [lambda p, c: p.simulate(c), lambda p, c: p.report(c), lambda p, c: p.diff(p, c)])
 def test_a_cluster_that_is_not_there(plan: rldsl.Plan, act: Callable) -> None:
-    with pytest.raises(rldsl.DiagnosticError, match="did you mean `h100x8`"):
+    with pytest.raises(rldsl.DiagnosticError, match="the number counts all devices, 8 per node"):
         act(plan, "h100x9")
 
 

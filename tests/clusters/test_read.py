@@ -144,6 +144,8 @@ def test_quantiles_have_the_mean_and_deviation(distribution: Distribution) -> No
     ("gpus: 8\nmemory_gb: 1e10\n", [("RL0205", 2)]), ("gpus: 8\nmemory_gb: .inf\n", [("RL0205", 2)]),
     ("gpus: 8\nlink_gb_s: .nan\n", [("RL0205", 2)]), ("gpus: 8\nlink_us: -1\n", [("RL0205", 2)]),
     ("gpus: 8\nmatmul_efficiency: 1.2\n", [("RL0205", 2)]), ("gpus: 8\nmatmul_efficiency: 0\n", [("RL0205", 2)]),
+    ("preset: h100x8\ncache_gb: 400\n", [("RL0205", 2)]), ("cache_gb: 60\ngpus: 8\nmemory_gb: 40\n", [("RL0205", 1)]),
+    ("preset: h100x8\nnodes: 2\ncache_gb: 81\n", [("RL0205", 3)]),
     ("gpus: 8\nname: 3\n", [("RL0205", 2)]), ("preset: h100x9\n", [("RL0205", 1)]),
     ("preset: [h100x8]\n", [("RL0205", 1)]),
     ("- 8\n", [("RL0205", 1)]), ("", [("RL0205", 1)]), ("8\n", [("RL0205", 1)]),

@@ -190,7 +190,7 @@ VISION = """## Families that read images
 | gemma3 | as many as the config says, which see one another | of text | yes | yes | yes | yes |
 | llava | as many as its tower has patches | of text | yes | yes | yes | yes |
 | qwen2_vl, qwen2_5_vl | by the size of the image | by time, height and width | yes | yes | yes | yes |
-| qwen3_vl | by the size of the image | by time, height and width | while its first layers, which read images, are on one stage | yes | yes | yes |
+| qwen3_vl | by the size of the image | by time, height and width | while its first layers, which read images, and the one after them are on one stage | yes | yes | yes |
 
 `tests/images` measures these with a tiny random model of each, against plain transformers: log-probs and gradients to
 1e-5, greedy responses token by token, and weights after loading bitwise, with dp, tp, pp, vpp and zero on two ranks;

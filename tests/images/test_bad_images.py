@@ -44,7 +44,7 @@ def encoded(image: Image.Image, format: str = "PNG") -> bytes:
 GOOD = encoded(picture(8, 8, 0))
 FILES = {  # name of the file -> its bytes, and what is said of it
     "text.png": (b"hello", "it is not an image of a known format (PNG, JPEG, WEBP, BMP, GIF)"),
-    "empty.png": (b"", "it is not an image of a known format"),
+    "empty.png": (b"", "it is empty"), "flat.png": (png(0, 0), "its header cannot be read"),
     "page.html": (b"<html><img src='http://x/y.png'></html>", "it is not an image of a known format"),
     "drawing.svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is not an image of a known format"),
     "script.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(x) run\n", "it is not an image of a known format"),

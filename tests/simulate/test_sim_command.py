@@ -78,7 +78,7 @@ def test_lengths_and_trace(folder: Path) -> None:
     (("ppo.plan",), 2, "--cluster"), (("none.plan", "--cluster", "h100x8"), 1, "RL0091"),
     (("ppo.plan", "--cluster", "h10x8"), 1, "did you mean `h100x8`"),
     (("ppo.plan", "--cluster", "small.yaml"), 1, "RL0096"),
-    (("ppo.plan", "--cluster", "bare.yaml"), 1, "missing: bfloat16_tflops"),
+    (("ppo.plan", "--cluster", "bare.yaml"), 1, "missing, or 0: bfloat16_tflops"),
     (("ppo.plan", "--cluster", "ppo.plan"), 1, "RL0"),
     (("ppo.plan", "--cluster", "h100x8", "--set", "lr=1"), 2, "apply to programs"),
     (("ppo.plan", "--cluster", "h100x8", "--lengths", "nowhere"), 1, "RL0091"),

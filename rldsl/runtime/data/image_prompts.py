@@ -56,8 +56,10 @@ class ImagePrompts:
         ids, token = tokenize(whole), self.processor.token_id
         if ids.count(token) != sum(counts):
             raise fail("RL0767", f"the prompt has {ids.count(token)} image tokens, but its images need {sum(counts)}",
-                       place=place, notes=(f"the image token: {self.processor.placeholder}",),
-                       help="the text of a prompt must not contain the image token of the model")
+                       place=place, notes=(f"the image token: {self.processor.placeholder}",
+                                           f"the place of an image: {self.processor.marker}"),
+                       help="each image becomes its tokens at its place: neither a text nor the chat template of the "
+                            "model may write other image tokens")
         if self.processor.video_id in ids:
             raise fail("RL0767", "the prompt has a video token, and rows have no videos", place=place,
                        notes=(f"the token: {self.processor.video}",), help="remove it; images can stand for a video")

@@ -28,6 +28,7 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")  # that become RGB wi
 MAX_PIXELS = 1 << 26  # of an image, which takes 3 bytes each as RGB, and 12 as numbers
 MAX_BYTES = 1 << 28  # of a file
 ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # what is near the end of a complete file
+BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM")  # of files in these formats
 TAIL = 1 << 16  # bytes, among which it is
 DEFLATE = 1032  # the most bytes that one byte of a PNG's compressed pixels can hold
 ORIENTATION = 0x0112  # the EXIF tag
@@ -120,8 +121,7 @@ class ImageFile:
             try:
                 image = Image.open(file, formats=FORMATS)
             except UnidentifiedImageError:
-                raise ImageProblem(f"it is not an image of a known format ({', '.join(FORMATS)})",
-                                   "convert it, for example to PNG, or remove the row") from None
+                raise _unidentified(file) from None
             except Image.DecompressionBombError:
                 raise self._too_large() from None
             except (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError) as error:
@@ -162,6 +162,18 @@ class ImageFile:
             raise ImageProblem(f"this is not a path: {error}") from None
         with opened:
             yield opened
+
+
+def _unidentified(file: Any) -> ImageProblem:
+    """Why Pillow does not know what a file is."""
+    file.seek(0)
+    beginning = file.read(max(map(len, BEGINNINGS)))
+    if not beginning:
+        return ImageProblem("it is empty")
+    if beginning.startswith(BEGINNINGS):
+        return ImageProblem("its header cannot be read")
+    return ImageProblem(f"it is not an image of a known format ({', '.join(FORMATS)})",
+                        "convert it, for example to PNG, or remove the row")
 
 
 def _orientation(image: Any, file: Any) -> int:
