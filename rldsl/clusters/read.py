@@ -162,8 +162,9 @@ class _Reader:
         values.setdefault("name", Path(self.file.name).stem)
         found = Cluster(**values) if base is None else replace(base, **values)
         if 0 < found.memory_gb < found.cache_gb:
-            self.say("RL0205", "`cache_gb` must be at most `memory_gb`", given.get("cache_gb", given.get("memory_gb", tree)),
-                     f"{found.cache_gb:g} of {found.memory_gb:g} GB", help="both are per device, in 10^9 bytes")
+            at = given.get("cache_gb", given.get("memory_gb", tree))
+            self.say("RL0205", "`cache_gb` must be at most `memory_gb`", at, f"{found.cache_gb:g} of {found.memory_gb:g} GB",
+                     help="both are per device, in 10^9 bytes")
         return found
 
     def value(self, name: str, field: Field, node: Node) -> Any:
