@@ -163,8 +163,8 @@ class _Reader:
         found = Cluster(**values) if base is None else replace(base, **values)
         if 0 < found.memory_gb < found.cache_gb:
             at = given.get("cache_gb", given.get("memory_gb", tree))
-            self.say("RL0205", "`cache_gb` must be at most `memory_gb`", at, f"{found.cache_gb:g} of {found.memory_gb:g} GB",
-                     help="both are per device, in 10^9 bytes")
+            self.say("RL0205", "`cache_gb` must be at most `memory_gb`", at,
+                     f"{found.cache_gb:g} of {found.memory_gb:g} GB", help="both are per device, in 10^9 bytes")
         return found
 
     def value(self, name: str, field: Field, node: Node) -> Any:
