@@ -7,7 +7,7 @@ model is trained under one layout; a computation's layout is dp=|mesh|.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -151,6 +151,14 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
     return found
 
 
+def _once(problems: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """The first of those that say the same of the same text, as of several calls that one rule places."""
+    seen: dict[tuple[object, ...], Diagnostic] = {}
+    for d in problems:
+        seen.setdefault((d.code, d.title, d.span), d)
+    return list(seen.values())
+
+
 def _model(m: g.Model, family: Family, train_layout: str, sources: tuple[str, ...], seed: int) -> Model:
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
     own = split_adapter_parameters(m, family, seed)
@@ -182,7 +190,7 @@ def _call_placements(calls: list[Call], choices: Mapping[str, Choice], families:
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
-        raise Failure(dict.fromkeys(problems))
+        raise Failure(_once(problems))
     for node in late:
         choice = choices.get(node.id)
         model = _followed_call(node, calls, placements)
@@ -215,7 +223,7 @@ def _call_placements(calls: list[Call], choices: Mapping[str, Choice], families:
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
-        raise Failure(dict.fromkeys(problems))
+        raise Failure(_once(problems))
     return placements
 
 
