@@ -3,7 +3,8 @@
 The vocabulary may be divided over tp. Statistics are float32, and chunks of tokens are recomputed in the backward pass.
 One table of logits exists for a chunk, which becomes its probabilities and then its gradient in place (two tables if
 the entropy or the sum of squares is wanted). On a CPU the tables of a pass with few logits are kept for its backward
-pass instead (`memory/logits.py` says how few): they hold exp(logit - largest) meanwhile.
+pass instead (`memory/logits.py` says how few): they hold exp(logit - largest), and where one token of each distribution
+is given, their gradient is made nowhere (`_add_grads_of_weights`).
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ class _TokenLogprobs(Function):
                     if targets.shape[1] == 1:
                         grad_weight = _add_grads_of_weights(
                             weights, sums, targets[part, 0], vocab_start,
-                            grad_logprobs[part, 0] / temperature, hidden[part], head, grad_hidden[part],
-                            grad_weight if ctx.needs_input_grad[1] else None, ctx.needs_input_grad[1])
+                            grad_logprobs[part, 0] / temperature, hidden[part], head, grad_hidden[part], grad_weight,
+                            ctx.needs_input_grad[1])
                         continue
                     grad = _grad_of_weights(weights, sums, targets[part], vocab_start, grad_logprobs[part])
                     del weights, sums
@@ -266,7 +267,8 @@ def _add_grads_of_weights(weights: torch.Tensor, sums: torch.Tensor, targets: to
                           grad_weight: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
     """Write the gradient of hidden states [C, H] to `grad_hidden`, and return `grad_weight` with that of the weight
     [V, H], None where it is not wanted. weights: exp(logit - largest) [C, V], and `sums` [C], of all ranks. grad: [C]
-    of log-probs.
+    of log-probs, divided by the temperature. hidden: [C, H]; head: [V, H], in its dtype. targets: [C] ids, of which
+    a rank of tp counts those of its own columns, from `vocab_start` on.
 
     The gradient of the logits, grad * (1[t] - w / sum), is made nowhere: its first part is one row, and the factors
     of the second scale the rows of what `weights` is multiplied with, or of the product."""
