@@ -164,7 +164,7 @@ def test_wrong_usage_is_told_in_a_line(notebook: Notebook, line: str, part: str)
 
 
 @pytest.mark.parametrize(("expression", "part"), [
-    ("rldsl.compile(broken)", "RL0101"), ("plan.simulate('h100x9')", "did you mean `h100x8`?"),
+    ("rldsl.compile(broken)", "RL0101"), ("plan.simulate('h100x9')", "8 per node"),
     ("plan.text(rank=9)", "RL0608"), ("rldsl.load('gone.plan')", "RL0091"),
 ])
 def test_mistakes_of_other_cells_show_diagnostics(with_plan: Notebook, expression: str, part: str) -> None:
