@@ -64,7 +64,7 @@ IDENTIFIERS = {
     # rldsl/search
     "Alone": "IsolatedCall", "Judged": "Evaluation", "Proved": "CompiledPlacement", "Trials": "SettingCompiler",
     "Script": "StepSchedule",
-    "Move": "ReshardCost", "Moves": "ReshardCosts", "roughly": "estimate_bytes", "Mend": "MemoryAdvice", "mends":
+    "Move": "ReshardCost", "Moves": "ReshardCosts", "roughly": "estimate_peak", "Mend": "MemoryAdvice", "mends":
     "memory_advice",
     # rldsl/simulate, rldsl/memory
     "Issued": "PostedOps", "Decoded": "DecodeTime", "givers": "senders",

@@ -1,8 +1,9 @@
 """Offload and onload: what a placement keeps in host memory between its uses.
 
-In: a draft with loads and reallocs. Out: the same with an Onload before each use of a copy that is offloaded and an
-Offload after it: of its parameters and, around a train call, of its optimizer state. After ordering, `prefetch` issues
-each Onload earlier. Invariant: each copy is in the same memory at the end of a block as at its beginning.
+In: an ordered draft. Out: the same with an Onload before each use of a copy that is offloaded and an Offload after it:
+of its parameters and, around a train call, of its optimizer state; nothing is between them and the use, so that no
+other call needs memory for the copy. `prefetch` then issues each Onload earlier. Invariant: each copy is in the same
+memory at the end of a block as at its beginning.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, each_block
 from rldsl.placement.model import Call
-from rldsl.plan.events import CopyPart, Event, Item, Load, ModelCall, Offload, Onload, Realloc, Train
+from rldsl.plan.events import (
+    EVERY_ITERATION,
+    CopyPart,
+    Event,
+    Item,
+    Load,
+    Loop,
+    ModelCall,
+    Offload,
+    Onload,
+    Realloc,
+    Train,
+)
 
 Copy = tuple[str, str]  # model, layout
 WHY: dict[CopyPart, str] = {"parameters": "offload=true: in host memory between calls",
@@ -27,31 +40,42 @@ def offloads(draft: Draft) -> Draft:
     shared = {(e.model, e.alias_of) for e in draft.setup if isinstance(e, Load) and e.alias_of}
     offloaded = _not_trained(draft) | trained - shared
 
-    def move(kind: type[Offload] | type[Onload], copy: Copy, part: CopyPart, at: str, because: str) -> Event:
+    def move(kind: type[Offload] | type[Onload], copy: Copy, part: CopyPart, at: str, because: str,
+             ahead: int = 0) -> Event:
         model, layout = copy
         # optimizer state is moved in after the parameters, and out before them: it only reads their buffer
         buffer = (f"{model}@{layout}",)
         writes = buffer if part == "parameters" else ()
         return kind(id=0, mesh=draft.layouts[layout].mesh, reads=buffer, writes=writes, at=at, because=because,
-                    model=model, layout=layout, part=part)
+                    ahead=ahead, model=model, layout=layout, part=part)
 
-    def around(e: Event) -> list[Item]:
+    def around(e: Event, in_loop: bool) -> list[Item]:
+        """in_loop: whether the event is in a loop of a step, which runs ahead as a whole."""
         parts: list[tuple[Copy, CopyPart]] = [(c, "parameters") for c in dict.fromkeys(e.copies())
                                               if c in offloaded]
         if isinstance(e, Train) and (e.model, e.layout) in trained:
             parts.append(((e.model, e.layout), "optimizer"))
         why = {"parameters": f"{e.display_name} {'moves its parameters' if isinstance(e, Realloc) else 'uses it'}",
                "optimizer": f"{e.display_name} uses the optimizer state"}
-        return [*(move(Onload, c, part, e.at, why[part]) for c, part in parts), e,
-                *(move(Offload, c, part, e.at, WHY[part]) for c, part in reversed(parts))]
+        ahead = e.ahead if in_loop or not draft.placed.graph.lag else EVERY_ITERATION
+        return [*(move(Onload, c, part, e.at, why[part], ahead) for c, part in parts), e,
+                *(move(Offload, c, part, e.at, WHY[part], ahead) for c, part in reversed(parts))]
 
-    def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
-        return tuple(x for i in items for x in (around(i) if isinstance(i, Event) else [i]))
+    def block(items: tuple[Item, ...], in_loop: bool = False) -> tuple[Item, ...]:
+        return tuple(x for i in items for x in (
+            around(i, in_loop) if isinstance(i, Event) else
+            [replace(i, body=block(i.body, in_loop or isinstance(i, Loop)))]))
 
-    parts: tuple[tuple[CopyPart, set[Copy]], ...] = (("optimizer", trained), ("parameters", offloaded))
-    after = [move(Offload, (e.model, e.layout), part, e.at, WHY[part]) for part, copies in parts
-             for e in draft.setup if isinstance(e, Load) and (e.model, e.layout) in copies]
-    return replace(draft, setup=(*draft.setup, *after), body=each_block(draft.body, insert))
+    def after_load(e: Event) -> list[Event]:
+        """At once, so that models that do not fit together can be loaded one after another."""
+        if not isinstance(e, Load):
+            return []
+        parts: tuple[tuple[CopyPart, set[Copy]], ...] = (("optimizer", trained), ("parameters", offloaded))
+        return [move(Offload, (e.model, e.layout), part, e.at, WHY[part]) for part, copies in parts
+                if (e.model, e.layout) in copies]
+
+    setup = tuple(x for e in draft.setup for x in (e, *after_load(e)))
+    return replace(draft, setup=setup, body=block(draft.body))
 
 
 def _trained(draft: Draft) -> set[Copy]:

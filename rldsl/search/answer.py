@@ -76,7 +76,7 @@ def find_placement(p: PreparedProgram, cluster: Cluster, memory: int, options: O
     reserve = memory // 100
     stage("searching placements")
     for _ in range(MAX_TRIES):
-        evaluator, result, search = _search_with_offload(problem, reserve, options)
+        evaluator, result, search = _search(problem, reserve, options)
         if not result.best:
             raise nothing_fits_error(problem, cluster)
         best, over = _compile_best(p, evaluator, result, cluster, options.lengths)
@@ -96,12 +96,17 @@ def _prove_simulated_gap(p: PreparedProgram, cluster: Cluster, options: Options,
                          search: BranchAndBound) -> Answer:
     """Where the best placement takes longer when simulated than the search estimated, so that the gap is wide: the
     search continues until the gap to the simulated step is not, if a bound below its estimates can prove that. What it
-    finds on the way is compiled, too."""
+    finds on the way is compiled, too. If no bound can, the neighbors of the best are simulated whose estimates are
+    below its simulated step."""
     accepted = max(options.gap, WIDE_GAP)
     for _ in range(MAX_PROOFS):
         wanted = answer.best[0].seconds / (1 + accepted)
-        if answer.result.bound >= wanted or wanted >= answer.result.best[0].seconds:
+        if answer.result.bound >= wanted:
             break
+        if wanted >= answer.result.best[0].seconds:
+            more, refused = _compile_faster_neighbors(p, answer.evaluator, list(answer.best), cluster, options.lengths,
+                                                      than_simulated=True)
+            return replace(answer, best=_sorted([*answer.best, *more]), refused=(*answer.refused, *refused))
         with garbage_collection_paused():
             result = search.prove(wanted)
         known = {b.evaluation.assignment for b in answer.best} | {*answer.refused}
@@ -117,27 +122,20 @@ def _prove_simulated_gap(p: PreparedProgram, cluster: Cluster, options: Options,
 
 
 def run_search(problem: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:
-    evaluator, result, _ = _search_with_offload(problem, reserve, options)
+    evaluator, result, _ = _search(problem, reserve, options)
     return evaluator, result
 
 
-def _search_with_offload(problem: Problem, reserve: int,
-                         options: Options) -> tuple[Evaluator, Result, BranchAndBound | None]:
-    """Offloading is tried only if nothing fits without it. The last: a search that can continue."""
-    search = None
+def _search(problem: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result, BranchAndBound | None]:
+    """The last: a search that can continue."""
     with garbage_collection_paused():
-        for offload in (False, True):
-            evaluator = Evaluator(problem, reserve, offload)
-            fill(evaluator.table, reserve, options.num_processes)
-            if options.mode == "heuristic":
-                found = greedy_evaluation(evaluator)
-                result = Result((found,) if found else (), 0.0, 0, False)
-            else:
-                search = BranchAndBound(evaluator, options.gap, options.max_nodes, _reporting(options.should_continue))
-                result = search.run()
-            if result.best or not problem.memory:
-                break
-    return evaluator, result, search
+        evaluator = Evaluator(problem, reserve)
+        fill(evaluator.table, reserve, options.num_processes)
+        if options.mode == "heuristic":
+            found = greedy_evaluation(evaluator)
+            return evaluator, Result((found,) if found else (), 0.0, 0, False), None
+        search = BranchAndBound(evaluator, options.gap, options.max_nodes, _reporting(options.should_continue))
+        return evaluator, search.run(), search
 
 
 def _reporting(should_continue: ShouldContinue) -> ShouldContinue:
@@ -170,17 +168,21 @@ def _compile_best(p: PreparedProgram, evaluator: Evaluator, result: Result, clus
 
 
 def _compile_faster_neighbors(p: PreparedProgram, evaluator: Evaluator, best: list[CompiledPlacement], cluster: Cluster,
-                              lengths: Lengths) -> tuple[list[CompiledPlacement], list[Assignment]]:
+                              lengths: Lengths, than_simulated: bool = False
+                              ) -> tuple[list[CompiledPlacement], list[Assignment]]:
     """(compiled neighbors of the best, assignments that need too much memory once compiled).
 
     The best after simulation need not be the one that the estimate calls fastest. Its neighbors that should be faster
-    are simulated, too, so that the answer is faster than every neighbor that the report names."""
+    are simulated, too, so that the answer is faster than every neighbor that the report names. than_simulated: faster
+    than the simulated step, not than its estimate."""
     more: list[CompiledPlacement] = []
     refused: list[Assignment] = []
     while len(more) + len(refused) < MAX_NEIGHBORS:
-        now = min([*best, *more], key=lambda b: b.seconds).evaluation
+        fastest_now = min([*best, *more], key=lambda b: b.seconds)
+        now = fastest_now.evaluation
         known = {one.evaluation.assignment for one in [*best, *more]} | {*refused}
-        faster = evaluator.fastest_neighbor(evaluator.free_neighbors(now.assignment), now.seconds, known)
+        limit = fastest_now.seconds if than_simulated else now.seconds
+        faster = evaluator.fastest_neighbor(evaluator.free_neighbors(now.assignment), limit, known)
         if faster is None:
             break
         fastest = faster[1]
@@ -218,7 +220,7 @@ def nothing_fits_error(problem: Problem, cluster: Cluster) -> Failure:
 def fits_on_nodes(problem: Problem, nodes: int) -> bool:
     """Whether something fits on this number of nodes if the program fixes no call."""
     larger = replace(problem, cluster=replace(problem.cluster, nodes=nodes), fixed={})
-    return greedy_evaluation(Evaluator(larger, problem.memory // 100, offload=True)) is not None
+    return greedy_evaluation(Evaluator(larger, problem.memory // 100)) is not None
 
 
 def smallest_num_nodes(problem: Problem) -> int:

@@ -43,6 +43,7 @@ class Candidate:
     active_bytes: int  # while the call runs
     on_trained_params: bool = False  # whether it uses the trained parameters themselves, without a copy
     onload_seconds: float = 0.0  # of the onload, which overlaps with other work
+    sending_onload_seconds: float = 0.0  # before trained parameters are sent to copies: the last offload, and an onload
 
     @property
     def resident_bytes(self) -> int:
@@ -72,12 +73,27 @@ class CallMemory:
 def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strategy, size: int, memory: CallMemory,
                     own: bool, seconds: float) -> Candidate:
     """own: whether it uses the trained parameters; always true for a train call. seconds: per step."""
-    onload = onload_seconds(isolated) if s.offload else 0.0
     independent = job.kind != "train" and s.pp == 1
     sync_ranks = s.cp * s.tp * s.ep if independent else size
-    return Candidate(s, size, seconds, sync_ranks, memory.static_bytes, memory.shared_bytes, memory.copy_bytes,
-                     memory.active_bytes, own and problem.models[job.model].train_layout != "",
-                     onload * job.times_per_step)
+    found = Candidate(s, size, seconds, sync_ranks, memory.static_bytes, memory.shared_bytes, memory.copy_bytes,
+                      memory.active_bytes, own and problem.models[job.model].train_layout != "")
+    return _with_onloads(found, isolated, job) if s.offload else found
+
+
+def build_offloaded(isolated: IsolatedCall, job: Job, e: Candidate) -> Candidate:
+    """A candidate of a training or of a frozen model, with offloading: it holds nothing while other calls run."""
+    offloaded = replace(e, strategy=replace(e.strategy, offload=True), static_bytes=0, shared_bytes=0,
+                        active_bytes=e.min_bytes)
+    return _with_onloads(offloaded, isolated, job)
+
+
+def _with_onloads(e: Candidate, isolated: IsolatedCall, job: Job) -> Candidate:
+    """Parameters and optimizer state are onloaded at the same time."""
+    copy = isolated.fullest_stages[0]
+    parameters = isolated.machine.host(resting_bytes(copy) + base_bytes(copy))
+    optimizer = isolated.machine.host(optimizer_bytes(copy)) if copy.trained else 0.0
+    return replace(e, onload_seconds=max(parameters, optimizer) * job.times_per_step,
+                   sending_onload_seconds=parameters + max(parameters, optimizer) if job.kind == "train" else 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -114,13 +130,6 @@ def _memory_of_stage(problem: Problem, isolated: IsolatedCall, job: Job, s: Stra
     if copy.model.train_layout == isolated.layout.id:
         return CallMemory(0, base, 0, active + (held if s.offload else 0))
     return CallMemory(0, base, held, active) if copy.model.train_layout else CallMemory(0, base + held, 0, active)
-
-
-def onload_seconds(isolated: IsolatedCall) -> float:
-    """Seconds of onloading parameters and optimizer state, which overlap."""
-    copy = isolated.fullest_stages[0]
-    parts = resting_bytes(copy) + base_bytes(copy)
-    return isolated.machine.host(max(parts, optimizer_bytes(copy) if copy.trained else 0))
 
 
 # -------------------------------------------------------------------------------------------------- duration

@@ -17,7 +17,15 @@ from rldsl.memory.values import PassPeaks
 from rldsl.placement.budget import max_row_tokens
 from rldsl.plan.backends import described, unable
 from rldsl.plan.model import DEFAULT_BACKEND
-from rldsl.search.call_costs import CallMemory, Candidate, build_candidate, call_memory, call_seconds, least_bytes
+from rldsl.search.call_costs import (
+    CallMemory,
+    Candidate,
+    build_candidate,
+    build_offloaded,
+    call_memory,
+    call_seconds,
+    least_bytes,
+)
 from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import FixedCall, Job, Problem
 from rldsl.search.space import Block, Kind, Strategy, divisions, micro_batch_sizes, with_chunks, zero_levels
@@ -26,7 +34,7 @@ from rldsl.simulate.time_costs import engine_room
 
 CHUNKS = (2, 4)  # of layers per stage (vpp) that are tried, where the program does not say
 MIN_FILL = 0.05  # share of a minibatch in which a pipeline fills and drains, from which chunks are tried
-GENERATED = ("mbs", "mbt", "vpp", "backend")  # options whose given value is the only one that is generated
+GENERATED = ("mbs", "mbt", "vpp", "offload", "backend")  # options whose given value is the only one that is generated
 NUM_SIZES, NUM_PIPELINE_SIZES = 3, 6  # micro-batch sizes kept per layout: the largest that fit
 NUM_TOKEN_LIMITS = 2  # limits of tokens kept per layout: the largest that fit
 MAX_MEAN_ROW = 0.9  # of the longest row: limits of tokens are tried where rows are shorter on average
@@ -35,10 +43,9 @@ MAX_MEAN_ROW = 0.9  # of the longest row: limits of tokens are tried where rows 
 class CandidateTable:
     """Candidates are computed on demand, and cached."""
 
-    def __init__(self, problem: Problem, reserve: int = 0, offload: bool = False):
-        """reserve: bytes per device that are kept free. offload: whether offloading is tried."""
+    def __init__(self, problem: Problem, reserve: int = 0):
+        """reserve: bytes per device that are kept free."""
         self.problem, self.memory = problem, max(problem.memory - reserve, 1) if problem.memory else 0
-        self.offload = offload
         self._candidates: dict[tuple[int, int], tuple[Candidate, ...]] = {}
         self._with_room: dict[tuple[int, int], tuple[Candidate, ...]] = {}
         self._divisions: dict[tuple[int, int], frozenset[tuple[int | str, ...]]] = {}
@@ -159,7 +166,7 @@ class CandidateTable:
         for division in divisions(kind, size, problem.cluster.gpus, family, tokens):
             plain = replace(division, backend=backend)
             for s in (x for c in with_chunks(kind, plain, family.layers, chunks) for z in zero_levels(kind, c)
-                      for x in self._with_recompute_and_offload(job, z)):
+                      for x in _with_recompute(kind, z)):
                 as_given = all(_option_value(s, name) == value for name, value in given.items()
                                if name not in GENERATED)
                 if as_given and self._backend_supports(job, s) and _keeps_gradients(job.node, s) \
@@ -169,7 +176,9 @@ class CandidateTable:
                     limits = self._largest_that_fit(self._with_token_limits(job, s, given), job, size,
                                                     NUM_TOKEN_LIMITS)
                     found += [self.candidate(job, x, size) for x in (*sizes, *limits)]
-        return found if kind != "train" or "vpp" in given else [*found, *self._with_chunks(job, found, size)]
+        if kind == "train" and "vpp" not in given:
+            found += [*self._with_chunks(job, found, size)]
+        return self._with_offload(job, found, size, cast(bool | None, given.get("offload")))
 
     def _with_chunks(self, job: Job, found: Sequence[Candidate], size: int) -> Iterator[Candidate]:
         """Strategies with several chunks of layers per stage that may be worth their messages and memory: where a
@@ -258,13 +267,19 @@ class CandidateTable:
             end = bisect_left(strategies, True, key=lambda s: not self._fits_alone(job, s, size, own))
         return strategies[max(0, end - count) : end]
 
-    def _with_recompute_and_offload(self, job: Job, s: Strategy) -> tuple[Strategy, ...]:
-        """With and without recomputation and offloading. A copy of a trained model is not offloaded, because it is
-        freed and sent again; nor is a training that feeds several copies, because each would onload it again."""
-        variants = (s, replace(s, recompute=True)) if job.kind == "train" else (s,)
+    def _with_offload(self, job: Job, found: Sequence[Candidate], size: int, given: bool | None) -> list[Candidate]:
+        """With and without offloading, or as the program says. Only without where that frees memory for no other call,
+        or the devices' memory is unknown. A copy of a trained model is not offloaded, because it is freed and sent
+        again; nor is a training that feeds several copies, because each would onload it again."""
         uses = sum(j.model == job.model and j.kind != "train" for j in self.problem.calls)
         can_offload = uses < 2 if job.kind == "train" else not self.problem.models[job.model].train_layout
-        return (*variants, *(replace(x, offload=True) for x in variants)) if can_offload and self.offload else variants
+        plain = [] if given else found
+        if not can_offload or given is False or not given and not (self.memory and len(self.problem.calls) > 1):
+            return [*plain]
+        offloaded = [build_offloaded(self.isolated_call(job, e.strategy, size, job.kind == "train"), job, e)
+                     for e in found]
+        self._by_strategy |= {(job.number, e.strategy, size, job.kind == "train"): e for e in offloaded}
+        return [*plain, *offloaded]
 
     def _max_rows(self, job: Job, dp: int) -> int:
         """Rows of the dp rank that has most; for training, of one minibatch."""
@@ -273,6 +288,10 @@ class CandidateTable:
             return -(-frame.count // frame.per_prompt // dp) * frame.per_prompt
         count = -(-frame.count // node.minibatches) if isinstance(node, g.Train) else frame.count
         return -(-count // dp)
+
+
+def _with_recompute(kind: Kind, s: Strategy) -> tuple[Strategy, ...]:
+    return (s, replace(s, recompute=True)) if kind == "train" else (s,)
 
 
 def undominated(entries: list[Candidate]) -> list[Candidate]:

@@ -59,10 +59,10 @@ CostOf = Callable[[int, Block, Candidate, int, Block, Candidate], ReshardCost]
 class Evaluator:
     """Calls are named by their index in `problem.calls`."""
 
-    def __init__(self, problem: Problem, reserve: int = 0, offload: bool = False):
-        """reserve: bytes per device that are kept free. offload: whether offloading is tried."""
+    def __init__(self, problem: Problem, reserve: int = 0):
+        """reserve: bytes per device that are kept free."""
         self.problem, self.calls, self.tree = problem, problem.calls, problem.tree
-        self.table = CandidateTable(problem, reserve, offload)
+        self.table = CandidateTable(problem, reserve)
         self.machine = machine_of(problem)
         self.reshard_costs = ReshardCosts(problem, self.machine)
         self.overheads = Overheads(problem, self.machine)
@@ -118,9 +118,11 @@ class Evaluator:
         return tuple(changed)
 
     def neighbors(self, a: Assignment, c: int) -> Iterator[Neighbor]:
-        """The assignment with each other layout of call `c` on the same ranks, whether it fits or not."""
+        """The assignment with each other layout of call `c` on the same ranks, or the same one with or without offload,
+        whether it fits or not."""
+        now = a.candidates[c].strategy
         for e in self.table.candidates(self.calls[c], a.blocks[c].size):
-            if e.strategy.degrees != a.candidates[c].strategy.degrees:
+            if (e.strategy.degrees, e.strategy.offload) != (now.degrees, now.offload):
                 candidates = self.with_candidate(a.candidates, c, e)
                 if candidates is not None:
                     yield Neighbor(e, Assignment(a.blocks, candidates))
@@ -201,7 +203,8 @@ class Evaluator:
         for n, e in zip(numbers, candidates, strict=True):
             seconds[n], sync_ranks[n] = e.seconds, 0 if e.sync_ranks == e.size else e.sync_ranks
         return step_seconds(self.problem, self.schedule(blocks), seconds, sync_ranks,
-                            {numbers[i]: (cost, numbers[train]) for i, (cost, train) in reshards.items()},
+                            {numbers[i]: (_after_onload(cost, candidates[train]), numbers[train])
+                             for i, (cost, train) in reshards.items()},
                             self._onloads(blocks, candidates))
 
     def _onloads(self, blocks: Sequence[Block], candidates: Sequence[Candidate]) -> dict[int, float]:
@@ -225,6 +228,11 @@ class Evaluator:
               reshards: Mapping[int, tuple[ReshardCost, int]], keeps_copies: bool = False) -> int:
         """Peak bytes of the fullest atom: what it always holds, plus for each call what it needs and the copies that
         are used again later in the step. keeps_copies: copies stay to the end of the step."""
+        return self._peak(blocks, candidates, reshards, keeps_copies)[0]
+
+    def _peak(self, blocks: Sequence[Block], candidates: Sequence[Candidate],
+              reshards: Mapping[int, tuple[ReshardCost, int]], keeps_copies: bool = False) -> tuple[int, int]:
+        """(the bytes of `bytes`, the call that runs then)."""
         s = self.schedule(blocks)
         order = [self.problem.call_index[n] for n in s.jobs if n in self.problem.call_index]
         atoms_of = [s.job_atoms[j.number] for j in self.calls]
@@ -234,7 +242,7 @@ class Evaluator:
                 buffers = reshards[i][0].buffer_bytes if i in reshards else 0
                 last_use[self.calls[i].model, blocks[i], candidates[i].strategy.degrees] = \
                     len(order) if keeps_copies else at, candidates[i].copy_bytes + buffers, i
-        peak = 0
+        peak = 0, 0
         for a in range(len(s.atoms)):
             here = [i for i in order if a in atoms_of[i]]
             shared: dict[tuple[object, ...], int] = defaultdict(int)
@@ -246,15 +254,16 @@ class Evaluator:
             for at, i in enumerate(order):
                 if a in atoms_of[i]:
                     alive = sum(size for end, size in copies if end >= at)
-                    peak = max(peak, static + candidates[i].active_bytes + alive)
+                    peak = max(peak, (static + candidates[i].active_bytes + alive, i))
         return peak
 
-    def estimate_bytes(self, blocks: Sequence[Block], candidates: Sequence[Candidate]) -> int:
-        """Peak bytes as if every copy came over the network, without planning its routes."""
+    def estimate_peak(self, blocks: Sequence[Block], candidates: Sequence[Candidate]) -> tuple[int, int]:
+        """(peak bytes, the call that runs then), as if every copy came over the network, without planning its
+        routes."""
         resolved = self.resolve_copies(blocks, candidates)
         reshards = {i: (ReshardCost(buffer_bytes=BUCKET // 2), self.problem.train_index[self.calls[i].model])
                     for i, e in enumerate(resolved) if e.copy_bytes}
-        return self.bytes(blocks, resolved, reshards)
+        return self._peak(blocks, resolved, reshards)
 
     def sharing_key(self, i: int, block: Block, e: Candidate) -> tuple[object, ...]:
         """Equal for calls that hold the same slices of a directory, or of a model that `sync` or `ema` writes. Where
@@ -272,3 +281,10 @@ class Evaluator:
 
     def fits(self, bytes: int) -> bool:
         return self.table.fits(bytes)
+
+
+def _after_onload(cost: ReshardCost, trained: Candidate) -> ReshardCost:
+    """The cost of a reshard whose parameters come from host memory first, where the training offloads them."""
+    if not trained.sending_onload_seconds or not cost.has_copy:
+        return cost
+    return replace(cost, transfer_seconds=cost.transfer_seconds + trained.sending_onload_seconds)

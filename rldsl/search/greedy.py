@@ -26,34 +26,40 @@ def choose_candidates(i: Evaluator, blocks: Sequence[Block]) -> Evaluation | Non
         candidates.append(options[0])
     chosen: tuple[Candidate, ...] | None = tuple(candidates)
     while chosen is not None:
-        if i.fits(i.estimate_bytes(blocks, chosen)):
+        peak, call = i.estimate_peak(blocks, chosen)
+        if i.fits(peak):
             evaluation = i.evaluate(Assignment(tuple(blocks), chosen))
             if i.fits(evaluation.bytes):
                 return evaluation
-        chosen = _with_cheapest_saving(i, blocks, chosen)
+        chosen = _with_cheapest_saving(i, blocks, chosen, call)
     return None
 
 
-def _with_cheapest_saving(i: Evaluator, blocks: Sequence[Block],
-                          candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...] | None:
-    """The change of one call (with all trainings of its model) that saves bytes at the least time per byte; None if no
-    change saves any. The total of bytes falls with each change, so a sequence of changes ends."""
+def _with_cheapest_saving(i: Evaluator, blocks: Sequence[Block], candidates: tuple[Candidate, ...],
+                          running: int) -> tuple[Candidate, ...] | None:
+    """The change of one call (with all trainings of its model) that saves bytes while call `running` runs, at the least
+    time per byte; None if no change saves any. What all calls hold while each of them runs falls in total with each
+    change, so a sequence of changes ends."""
     best: tuple[float, tuple[Candidate, ...]] | None = None
     for c, job in enumerate(i.calls):
+        if not blocks[c].overlaps(blocks[running]):
+            continue
         now = candidates[c]
-        held = now.resident_bytes + now.active_bytes
         for e in i.table.candidates(job, blocks[c].size):
-            saved = held - e.static_bytes - e.shared_bytes - e.copy_bytes - e.active_bytes
+            saved = now.resident_bytes - e.resident_bytes + (now.active_bytes - e.active_bytes if c == running else 0)
             if saved <= 0:
                 continue
             price = max(e.seconds + e.onload_seconds - now.seconds - now.onload_seconds, 0.0) / saved
             if best is not None and price >= best[0] or (changed := i.with_candidate(candidates, c, e)) is None:
                 continue
-            total = sum(a.resident_bytes + a.active_bytes - b.resident_bytes - b.active_bytes
-                        for a, b in zip(candidates, changed, strict=True))
-            if total > 0:
+            if _held_by_all(changed) < _held_by_all(candidates):
                 best = price, changed
     return best[1] if best else None
+
+
+def _held_by_all(candidates: Sequence[Candidate]) -> int:
+    """What the calls hold in total while each of them runs, if all are on the same ranks."""
+    return sum([len(candidates) * e.resident_bytes + e.active_bytes for e in candidates])
 
 
 def greedy_evaluation(i: Evaluator) -> Evaluation | None:

@@ -15,23 +15,23 @@ from rldsl.search.call_costs import Candidate
 from rldsl.search.candidates import CandidateTable
 from rldsl.search.problem import Problem
 
-Task = tuple[Problem, int, bool, int, int]  # the problem, the reserve, whether to offload, a job number, ranks
+Task = tuple[Problem, int, int, int]  # the problem, the reserve, a job number, ranks
 
 
 def fill(table: CandidateTable, reserve: int, num_processes: int) -> None:
     """reserve: bytes per device that are kept free, as the table was made with."""
     problem = table.problem
-    tasks = [(problem, reserve, table.offload, job.number, size) for job in problem.calls
+    tasks = [(problem, reserve, job.number, size) for job in problem.calls
              for size in sorted({b.size for b in problem.blocks(job, ())})]
     if num_processes < 2 or len(tasks) < 2:
         return
-    tasks.sort(key=lambda t: -t[4])  # the largest first: they take longest
+    tasks.sort(key=lambda t: -t[3])  # the largest first: they take longest
     # a forked process has the compiler loaded already
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with ProcessPoolExecutor(min(num_processes, len(tasks)), mp_context=context) as pool:
-        table.take(dict(zip([t[3:] for t in tasks], pool.map(_candidates, tasks), strict=True)))
+        table.take(dict(zip([t[2:] for t in tasks], pool.map(_candidates, tasks), strict=True)))
 
 
 def _candidates(task: Task) -> tuple[Candidate, ...]:
-    problem, reserve, offload, number, size = task
-    return CandidateTable(problem, reserve, offload).fitting_alone(problem.jobs[number], size)
+    problem, reserve, number, size = task
+    return CandidateTable(problem, reserve).fitting_alone(problem.jobs[number], size)

@@ -27,10 +27,8 @@ def format_placement_file(p: PreparedProgram, answer: Answer, version: str, clus
               f"cluster    {cluster}: {counted(size.nodes, 'node')} of {counted(size.gpus, 'device')}",
               f"predicted  {seconds_text(best.seconds)} per step ({_lengths_text(answer.problem.lengths)})"]
     if answer.result.bound:
-        space = "search space" if answer.evaluator.table.offload or not answer.problem.memory else \
-            "search space, which has none with offload here,"
-        header.append(f"bound      {seconds_text(answer.bound)}: no placement in the {space} is faster; gap "
-                      f"{answer.gap:.2%}")
+        header.append(f"bound      {seconds_text(answer.bound)}: no placement in the search space is faster; "
+                      f"gap {answer.gap:.2%}")
         header.append(f"search     {answer.result.num_nodes} search nodes"
                       f"{', stopped by --seconds' if timed_out else ''}; deterministic, no random seed")
     header += lines

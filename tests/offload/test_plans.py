@@ -120,6 +120,40 @@ def test_the_device_holds_less() -> None:
         assert "optimizer state of actor" in dict(during(cpu, of(p, Generate)[0].id)), "there is one memory"
 
 
+def test_models_are_loaded_one_after_another() -> None:
+    """Each is offloaded before the next is loaded, so that they need not fit together."""
+    setup = [type(e).__name__ for e in both().body if not isinstance(e, Loop)]
+    assert setup == ["Load", "Offload", "Offload", "Load", "Offload"]
+
+
+APART = """
+use std.ppo (value_clip)
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+model actor  = causal_lm("models/sft")
+model critic = value_model("models/sft") train adamw(lr=1e-3)
+flow f(steps=4, seed=7) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, max_new_tokens=6) on mesh(0:2) dp=2
+  v      = critic.values(gen)                       on mesh(2:3)
+  critic.train(gen, loss=value_clip(old=v, ret=0.9 * v)) on mesh(2:4) zero=3 offload=true
+}
+"""
+
+
+def test_nothing_comes_back_before_a_call_of_any_of_its_ranks() -> None:
+    """A call on some of the ranks of a training, whose copy comes from it: in the event order the onload of the
+    optimizer could have been first."""
+    p = made(APART)
+    flat = [e for e, path in event_paths(p) if path]
+    infer, (train,) = next(e for e in flat if isinstance(e, Infer)), of(p, Train)
+    moves = [e for e in flat if isinstance(e, Onload) and e.part == "optimizer"]
+    assert len(moves) == 1 and flat.index(infer) < flat.index(moves[0]) < flat.index(train)
+    for c in curves(p):
+        assert "optimizer state of critic" not in dict(during(c, infer.id)) if infer.id in c.events else True
+    assert not faults(p)
+
+
 def test_optimizer_and_parameters_are_told_apart() -> None:
     p = both()
     changed = diff(plan(), p)

@@ -36,8 +36,9 @@ OPTIMIZERS = {
     "adafactor": replace(BASE, kind="adafactor", eps=1e-3),
     "muon": replace(BASE, kind="muon", momentum=0.95, nesterov=True),
 }
-# a moment of 8 bits in the middle of two codes can become either; these are up to percents apart
-WORST = {"adamw": 1e-4, "adamw_8bit": 3e-2, "sgd": 1e-4, "adafactor": 1e-4, "muon": 1e-4}
+# adamw divides a gradient that nearly cancels by its own size, rounding included; a moment of 8 bits in the middle of
+# two codes can become either, and these are up to percents apart
+WORST = {"adamw": 3e-4, "adamw_8bit": 3e-2, "sgd": 1e-4, "adafactor": 1e-4, "muon": 1e-4}
 STEPS = 4
 DENSE = [at(dp=2), at(tp=2), at(pp=2), at(dp=2, zero=1), at(dp=2, zero=2), at(dp=2, zero=3), at(dp=2, tp=2, zero=3)]
 CASES = {

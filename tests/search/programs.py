@@ -120,7 +120,6 @@ def ready(name: str, size: str, machines: Cluster, locks: tuple[str, ...] = (), 
     return prepare_program(made, "", machines, memory, unless_locked(made, api.read_selectors(locks)), describe(size))
 
 
-def instance(name: str, size: str, machines: Cluster, lengths: Lengths = Lengths(), offload: bool = False,
-             **sets) -> Evaluator:
+def instance(name: str, size: str, machines: Cluster, lengths: Lengths = Lengths(), **sets) -> Evaluator:
     p = ready(name, size, machines, **sets)
-    return Evaluator(build_problem(p.placed, machines, lengths, p.placed.memory, p.fixed), 0, offload)
+    return Evaluator(build_problem(p.placed, machines, lengths, p.placed.memory, p.fixed))

@@ -14,9 +14,9 @@ import pytest
 from rldsl.clusters import Cluster
 from rldsl.models.families import Family
 from rldsl.plan.model import ParamSpec
-from rldsl.search import Options, prepare_program, unless_locked
-from rldsl.search.answer import run_search
+from rldsl.search import prepare_program, unless_locked
 from rldsl.search.branch_and_bound import branch_and_bound
+from rldsl.search.candidates import CandidateTable
 from rldsl.search.evaluator import Evaluation, Evaluator
 from rldsl.search.problem import build_problem
 from rldsl.search.space import Strategy
@@ -67,16 +67,53 @@ def test_limits_of_tokens_decide_where_rows_are_short() -> None:
     assert strategy(short).mbt and not strategy(full).mbt
 
 
-def test_offload_decides_where_nothing_fits_without() -> None:
-    def found(memory: float) -> Strategy | None:
-        i = instance("dpo", "7B", cluster(1, 2, memory))
-        _, result = run_search(i.problem, 0, Options(gap=0.05))
-        return next((e.strategy for e in result.best[0].assignment.candidates if e.strategy.offload), None) \
-            if result.best else Strategy()
+def offloading(name: str, gpus: int, memory: float, rule: str = "") -> Evaluation | None:
+    """The optimum of a 7B program on one node; None where nothing fits."""
+    found = branch_and_bound(instance(name, "7B", cluster(1, gpus, memory), text=PROGRAMS[name] + rule), gap=0.0)
+    assert found.complete
+    return found.best[0] if found.best else None
 
-    assert found(90.0) is None
-    with_offload = found(80.0)
-    assert with_offload is not None and with_offload.offload
+
+def strategies(found: Evaluation | None) -> list[Strategy]:
+    assert found is not None, "nothing fits"
+    return [e.strategy for e in found.assignment.candidates]
+
+
+@pytest.mark.parametrize("name, gpus, memory", [("dpo", 2, 80.0), ("dpo", 4, 40.0)])
+def test_offload_decides_whether_anything_fits(name: str, gpus: int, memory: float) -> None:
+    assert offloading(name, gpus, memory, "place * offload=false\n") is None
+    assert any(s.offload for s in strategies(offloading(name, gpus, memory)))
+
+
+@pytest.mark.parametrize("name, gpus, memory", [("dpo", 2, 100.0), ("grpo", 8, 40.0), ("grpo", 8, 80.0)])
+def test_offload_leaves_memory_for_faster_strategies(name: str, gpus: int, memory: float) -> None:
+    with_it, without = offloading(name, gpus, memory), offloading(name, gpus, memory, "place * offload=false\n")
+    assert any(s.offload for s in strategies(with_it)) and not any(s.offload for s in strategies(without))
+    assert with_it is not None and without is not None and with_it.seconds < 0.995 * without.seconds
+
+
+@pytest.mark.parametrize("name, gpus, memory", [("dpo", 4, 120.0), ("grpo", 8, 120.0)])
+def test_nothing_is_offloaded_without_need(name: str, gpus: int, memory: float) -> None:
+    assert not any(s.offload for s in strategies(offloading(name, gpus, memory)))
+
+
+@pytest.mark.parametrize("given", ["true", "false"])
+def test_a_rule_decides_what_is_offloaded(given: str) -> None:
+    found = strategies(offloading("grpo", 8, 80.0, f"place ref.* offload={given}\nplace judge.* offload=false\n"))
+    assert [s.offload for s in found[1:3]] == [False, given == "true"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_an_offloaded_candidate_costs_what_is_computed_for_it(name: str) -> None:
+    """It is derived from the one without offloading."""
+    i, count = instance(name, "1B", cluster(1, 4), batch=64), 0
+    for job in i.calls:
+        for e in i.table.candidates(job, 4):
+            if e.strategy.offload:
+                fresh = CandidateTable(i.problem)
+                assert fresh.candidate(job, e.strategy, 4) == e
+                count += 1
+    assert count >= 4
 
 
 # -------------------------------------------------------------------------------------------------- experts

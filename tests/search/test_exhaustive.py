@@ -48,8 +48,7 @@ def test_the_gap_is_nothing(name: str, size: str, nodes: int, gpus: int, memory:
     draw = random.Random(f"{name}{size}{nodes}{gpus}{memory}")
     lengths = Lengths(0.0, draw.choice((0.0, 128.0, 300.0)))
     machines = cluster(nodes, gpus, memory, network_gb_s=draw.choice((5.0, 50.0)))
-    i = few_entries(instance(name, size, machines, lengths, memory < 20,
-                             batch=draw.choice((16, 64, 256))), few, 0)
+    i = few_entries(instance(name, size, machines, lengths, batch=draw.choice((16, 64, 256))), few, 0)
     found, known = branch_and_bound(i, gap=0.0, max_nodes=10**6), best(i, few)
     assert found.complete
     if known == inf:

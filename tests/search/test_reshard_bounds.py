@@ -13,7 +13,7 @@ from rldsl.search.evaluator import Assignment, Evaluator
 from rldsl.search.lower_bound import MAX_CHAINS, LowerBound, Moving
 from rldsl.search.space import Block
 from rldsl.simulate import Lengths
-from tests.search.programs import cluster, instance
+from tests.search.programs import PROGRAMS, cluster, instance
 
 SLOW = dict(network_gb_s=1.0)  # reshards decide
 
@@ -153,7 +153,9 @@ def test_a_search_that_has_no_nodes_left_does_not_go_on() -> None:
 
 
 def slow_network(name: str) -> Evaluator:
-    return instance(name, "1B", cluster(2, 2, 24, **SLOW), Lengths(0.0, 200.0), batch=64)
+    """Without offload, which makes assignments that differ by less than rounding."""
+    return instance(name, "1B", cluster(2, 2, 24, **SLOW), Lengths(0.0, 200.0), batch=64,
+                    text=PROGRAMS[name] + "place * offload=false\n")
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo lag=1", "grpo"])

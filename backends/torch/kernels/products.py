@@ -24,6 +24,8 @@ from rldsl.backends.torch.kernels.autograd import Function
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
 TILE = 256, 1024               # rows and columns of a product with many columns that MKL computes at once
 MIN_COLUMNS, MIN_TILED = 1 << 13, 1 << 21  # from here on (columns, elements) it is faster tile by tile
+MAX_ADDED_TERMS = 128          # of a sum that is added to a total by MKL
+ADDED = 1 << 22                # elements of a product that oneDNN computes before they are added to a total
 MIN_ELEMENTS = 1 << 12         # that a product has then: oneDNN is slow at few rows and columns with long sums
 
 
@@ -82,12 +84,22 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total [n, m] + a [n, k] @ b [m, k].T, in place; without a total the product."""
-    if not _takes(a, b):
+    """total [n, m] + a [n, k] @ b [m, k].T, in place; without a total the product.
+
+    oneDNN cannot add to a total. MKL does so in place, which is faster for short sums, where most of the time goes to
+    reading and writing the total; for longer ones oneDNN's products are added, at most `ADDED` elements at a time."""
+    if not _takes(a, b) or total is not None and a.shape[1] <= MAX_ADDED_TERMS:
         return a @ b.T if total is None else total.addmm_(a, b.T)
+    if a.shape[0] <= 4 * b.shape[0]:
+        product = _onednn(a, b, None)
+        return product if total is None else total.add_(product)
     # oneDNN is faster where the product has more columns than rows; a total that began so has the same order in memory
-    product = _onednn(b, a, None).T if a.shape[0] > 4 * b.shape[0] else _onednn(a, b, None)
-    return product if total is None else total.add_(product)
+    if total is None:
+        return _onednn(b, a, None).T
+    columns = max(ADDED // len(a), 1)
+    for start in range(0, len(b), columns):
+        total.T[start : start + columns].add_(_onednn(b[start : start + columns].contiguous(), a, None))
+    return total
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
