@@ -33,6 +33,7 @@ def test_what_has_no_time_is_counted(tmp_path: Path) -> None:
     assert "6 skipped" in said and "6 tests did not begin: no time left" in said
 
 
+@pytest.mark.thorough
 def test_with_time_all_run_and_the_text_decides_which_file_is_first(tmp_path: Path) -> None:
     first = set()
     for text in ("one", "two", "three", "four"):

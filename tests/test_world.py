@@ -44,6 +44,7 @@ def _sleeps(rank: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_gives_no_result_says_where_it_is() -> None:
     with pytest.raises(AssertionError) as caught:
         run_world(2, _sleeps, timeout=2.0)

@@ -81,6 +81,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(done.stdout.partition("FOUND ")[2])
 
 
+@pytest.mark.thorough
 def test_a_trial_that_ends(found: dict) -> None:
     state, step, rewards, lr = found["runs"]["trial-0"]
     assert (state, step, lr) == ("finished", STEPS, 1e-3)

@@ -129,6 +129,7 @@ def found(folder: Path) -> dict[str, object]:
     return json.loads((folder / "found.json").read_text()) | {"stdout": done.stdout, "stderr": done.stderr}
 
 
+@pytest.mark.thorough
 def test_a_run_from_python(found: dict[str, dict], folder: Path) -> None:
     whole = found["whole"]
     assert whole["state"] == "finished" and whole["steps"] == list(range(1, 13))

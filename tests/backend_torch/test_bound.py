@@ -80,6 +80,7 @@ def test_steps_of_ragged_responses() -> None:
     assert Lengths((3,), 1, (1,)).decode_steps() == []
 
 
+@pytest.mark.thorough
 def test_measured_products_are_those_that_are_counted(model: tuple[Decoder, Any],
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = model[0]
@@ -173,6 +174,7 @@ def test_fractions_and_gates(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ours 0.90   TRL 0.30" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_shape_is_measured_whole(tmp_path: Path) -> None:
     path = str(make_model(tmp_path, "llama"))
     row = bound.measure(Shape({}, 2, 2, 6, 5), path, 1)

@@ -26,6 +26,7 @@ from tests.compiler.graphs import family, on, ppo
 from tests.end_to_end.programs import Metrics, run_program
 from tests.frames import resized
 from tests.library.harness import Batch, run_loss
+from tests.samples import thorough_between
 from tests.simulate.plans import ROUND
 from tests.tiny import make_all
 
@@ -106,10 +107,10 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return grpo(tiny, tmp_path_factory.mktemp("alone"), 1, "dp=1")
 
 
-@pytest.mark.parametrize("ranks, train, ref", [
+@pytest.mark.parametrize("ranks, train, ref", thorough_between([
     (1, f"dp=1 mbt={WIDE}", f"dp=1 mbt={2 * WIDE}"), (1, "dp=1 mbt=90 mbs=3", ""),
     (2, f"pp=2 mbt={2 * WIDE}", f"pp=2 mbt={WIDE}"), (2, f"dp=2 zero=3 mbt={WIDE + 3}", f"tp=2 mbt={3 * WIDE}"),
-    (2, f"cp=2 mbt={2 * WIDE}", "")])
+    (2, f"cp=2 mbt={2 * WIDE}", "")]))
 def test_runs_have_the_same_numbers(tiny, alone, tmp_path, ranks, train, ref) -> None:
     for mine, theirs in zip(grpo(tiny, tmp_path, ranks, train, ref, alone), alone, strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}

@@ -228,6 +228,7 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not cpu_kernels.available()  # and torch's operators run
 
 
+@pytest.mark.thorough
 @compiled
 @pytest.mark.usefixtures("anew")
 def test_a_library_that_others_may_write_is_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

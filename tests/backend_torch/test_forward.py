@@ -9,6 +9,7 @@ import torch
 
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import layout_of, make_shard, pack, plan_model, ragged, shard_of
+from tests.samples import thorough_between
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -62,7 +63,7 @@ def _partial(model, rank, dp, tp, pp, cp=1, trainable=False):
     return made and made[0]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "tied", "llama", "gemma", "granite"])
+@pytest.mark.parametrize("name", thorough_between(["qwen3", "tied", "llama", "gemma", "granite"]))
 def test_logprobs_equal_transformers_on_every_layout(directories, name):
     expected = reference(directories[name], 0.7)
     layouts = LAYOUTS if name == "qwen3" else SOME
@@ -106,6 +107,7 @@ def _generations(rank, path, layouts, samplings):
     return found
 
 
+@pytest.mark.thorough
 def test_greedy_generation_equals_transformers(directories):
     from transformers import AutoModelForCausalLM
 
@@ -117,6 +119,7 @@ def test_greedy_generation_equals_transformers(directories):
         assert all(tokens == expected for tokens, _, _ in found)
 
 
+@pytest.mark.thorough
 def test_samples_do_not_depend_on_layout_or_batching(directories):
     sampling = Sampling(max_new_tokens=8, temperature=1.3, top_p=0.95, top_k=30, min_new_tokens=2)
     results = run_world(4, _generations, directories["qwen3"], LAYOUTS, [(sampling, 0), (sampling, 4)])

@@ -12,6 +12,7 @@ from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
 from tests.backend_torch.shards import pack, plan_model, ragged
 from tests.backend_torch.test_forward import _partial
+from tests.samples import thorough_between
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -57,7 +58,7 @@ def _copies(rank: int, path: str, layouts: list[tuple[int, int, int]]) -> list[t
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thorough_between(FAMILIES))
 def test_a_copy_computes_what_its_home_does(tmp_path, family):
     path = make_model(tmp_path / "m", family, **FAMILIES[family])
     layouts = LAYOUTS[:1] if family in ("gpt2", "qwen3_moe") else LAYOUTS

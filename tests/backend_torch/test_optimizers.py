@@ -137,6 +137,7 @@ def placed(rank: int, models: list[Model], layouts: list[Layout], expected: list
 COMPLETE = ("nesterov", "adafactor", "muon")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names, family, overrides, layouts", [
     (COMPLETE, "qwen3", dict(num_hidden_layers=2),
      [at(tp=4), at(dp=4, zero=3), at(dp=2, tp=2, zero=1), at(dp=2, pp=2, zero=3)]),

@@ -110,6 +110,7 @@ CASES = [("qwen3", {}, "causal_lm", "logprobs", LAYOUTS),
          ("qwen3", TWO, "value_model", "values", [(2, 1, 1), (1, 2, 2)])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, overrides, kind, what, layouts", thorough_between(CASES), ids=["qwen3", "tied", "llama", "apertus", "values"])
 def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, layouts):
     path = str(make_model(tmp_path / "m", family=family, **overrides))

@@ -67,6 +67,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 @pytest.mark.parametrize("place", thorough_between([name for name in PLACES if name != "one"]))
 def test_every_placement_has_the_same_bits(base: Path, place: str) -> None:

@@ -39,6 +39,7 @@ def two(base: Path) -> bytes:
     return plan
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 def test_killed_in_every_step(base: Path, two: bytes) -> None:
     assert survive(base, "killed", [two], in_every_step(num_events(two), SCOPES)) == STEPS

@@ -45,6 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("buffers"))
 
 
+@pytest.mark.thorough
 def test_placements_agree(base: Path) -> None:
     first, *others = under(base, BODY, list(PLACES.values()), top=BUFFERS, steps=4, batch=4)
     assert first[0]["old"] == 0 and all(step["old"] == 6 for step in first[3:]) and first[-1]["again"] == 9

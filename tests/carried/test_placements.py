@@ -44,11 +44,13 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return run(tiny, tmp_path_factory.mktemp("alone"), grpo(), ONE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_between(PLACES))
 def test_the_placement_changes_nothing(name: str, tiny: Path, alone: Metrics, tmp_path: Path) -> None:
     compare(run(tiny, tmp_path, grpo(), PLACES[name], alone), alone)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAGGED)
 def test_nor_does_it_with_a_lag(name: str, tiny: Path, tmp_path: Path) -> None:
     text = MORE.format(flow=", lag=2", more="")

@@ -38,6 +38,7 @@ def parts(prompt: list[reference.Sample]) -> int:
     return max(-(-len(s.response) // PER_STEP) for s in prompt)
 
 
+@pytest.mark.thorough
 def test_at_a_learning_rate_of_zero_nothing_but_the_step_changes(tiny: Path, tmp_path: Path) -> None:
     """Every prompt comes with the last part of its longest response, older ones behind younger ones, with the tokens
     that it has without `per_step`; also through stop strings and `min_new_tokens` across a cut."""

@@ -16,7 +16,7 @@ from tests.carried.programs import MORE, grpo
 from tests.checkpoint.runs import copy_first_steps, held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, everywhere, placement
-from tests.samples import thorough_unless
+from tests.samples import thorough_between, thorough_unless
 from tests.tiny import make_all
 
 SAVES = "checkpoint every 1 keep=9"
@@ -82,6 +82,7 @@ def alike(base: Path, whole: Path) -> Path:
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", thorough_unless(lambda after: after in (2, 5), [1, 2, 3, 4, 5]))
 def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Path, stopped: Path) -> None:
     program, out = whole.name.partition("-")[2], base / f"{whole.name}-{after}"
@@ -91,6 +92,7 @@ def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Pa
     assert_same_end(out, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("other", ["one", "together"])
 def test_under_another_placement(other: str, base: Path, whole: Path, alike: Path) -> None:
     program, out = whole.name.partition("-")[2], base / f"{whole.name}-{other}"
@@ -100,6 +102,7 @@ def test_under_another_placement(other: str, base: Path, whole: Path, alike: Pat
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("first", "then"), [("lag0", "shorter"), ("lag0", "whole"), ("whole", "lag0")])
 def test_another_per_step_is_refused(first: str, then: str, base: Path) -> None:
     out = base / f"changed-{first}-{then}"
@@ -107,7 +110,7 @@ def test_another_per_step_is_refused(first: str, then: str, base: Path) -> None:
     assert run(plan(base, "one", then), out, resume=out) == ["RL0762"]
 
 
-@pytest.mark.parametrize("what", ["tokens|ids", "tokens|data", "finished|sizes", "settings|data"])
+@pytest.mark.parametrize("what", thorough_between(["tokens|ids", "tokens|data", "finished|sizes", "settings|data"]))
 def test_a_damaged_checkpoint_is_refused(what: str, base: Path) -> None:
     """Also where a forger has made its digests again."""
     out = base / f"damaged-{what.replace('|', '-')}"

@@ -36,6 +36,7 @@ def plan(tiny: Path, folder: Path, **sets: object) -> bytes:
     return compile_program(HERE / "small.rlf", given, PLACE, folder)
 
 
+@pytest.mark.thorough
 def test_ranks_killed_at_any_moment(tiny: Path, tmp_path: Path) -> None:
     """Of the start, of a step, of the writing of a checkpoint. Thirty times in a run of the demo:
     `test_demo_killed.py`."""
@@ -72,6 +73,7 @@ def test_sigterm_saves_and_ends_well(tiny: Path, tmp_path: Path) -> None:
     assert steps(tmp_path / "out") == [f"step-{last:06d}"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("option", ["", "--overwrite", "--resume"])
 def test_a_second_start_beside_a_live_run_is_refused(tiny: Path, tmp_path: Path, option: str) -> None:
     data = plan(tiny, tmp_path, steps=5000, every_k=1)
@@ -88,6 +90,7 @@ def test_a_second_start_beside_a_live_run_is_refused(tiny: Path, tmp_path: Path,
     assert not (tmp_path / "out/run.lock").exists()
 
 
+@pytest.mark.thorough
 def test_torchrun_restarts_by_itself(tiny: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     data = plan(tiny, tmp_path, steps=20)

@@ -62,6 +62,7 @@ def stopped(three_steps: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True))
 
 
+@pytest.mark.thorough
 def test_the_last_ones_are_kept(whole: Path) -> None:
     assert steps(whole) == ["step-000004", "step-000005", "step-000006"]
 
@@ -81,6 +82,7 @@ def test_it_goes_on_exactly(tiny: Path, stopped: Path, whole: Path) -> None:
     assert all(said[0][what] == said[1][what] for what in ("step", "files", "states", "data", "models"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [ONE, FOUR], ids=["one", "four"])
 def test_it_goes_on_under_another_placement(tiny: Path, stopped: Path, whole: Path, place: str) -> None:
     assert set(run(plan(tiny, stopped / "plan", place), stopped, resume=stopped, like=whole)) == {""}
@@ -94,6 +96,7 @@ def test_a_stop_between_checkpoints_makes_one(tiny: Path, tmp_path: Path) -> Non
     assert steps(tmp_path) == ["step-000002"]
 
 
+@pytest.mark.thorough
 def test_lines_after_the_checkpoint_are_not_doubled(tiny: Path, tmp_path: Path, whole: Path) -> None:
     """A crash in step 6 after a checkpoint at step 4: steps 5 and 6 are made, and logged, again."""
     made = plan(tiny, tmp_path / "plan", TWO, every_k=4)
@@ -176,6 +179,7 @@ def test_a_model_of_another_shape(tiny: Path, stopped: Path) -> None:
     assert "RL0762" in codes and codes <= {"RL0762", "another rank"}
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("not a directory")
     codes = run(plan(tiny, tmp_path / "plan", TWO), tmp_path)
@@ -195,6 +199,7 @@ def test_a_trained_model_or_a_state_that_the_checkpoint_lacks(tiny: Path, stoppe
         assert set(run(made, stopped, resume=stopped)) == {"RL0762"}
 
 
+@pytest.mark.thorough
 def test_going_on_from_an_older_one_leaves_the_later_ones_behind(tiny: Path, stopped: Path, whole: Path) -> None:
     made = plan(tiny, stopped / "plan", TWO)
     assert set(run(made, stopped, resume=stopped / "checkpoints/step-000001", stop_after=1)) == {""}

@@ -21,6 +21,7 @@ from rldsl.report import render, to_json
 from rldsl.source import SourceFile, Span
 from rldsl.syntax.parse import grammar, warm
 from tests.plan.sample import grpo
+from tests.samples import thorough_between
 
 GOOD = """data d = jsonl("d.jsonl", batch=4)
 model m = causal_lm("m")
@@ -253,6 +254,7 @@ print(result.exit_code, ",".join(sorted(heavy)) or "none", calls)
 """
 
 
+@pytest.mark.thorough
 def test_check_is_quick_and_light() -> None:
     """The aim is 0.5 s of CPU with a warm cache for the longest page of ours: some 800,000 calls of functions."""
     pages = sorted((Path(__file__).parents[2] / "examples").glob("*.rlf"), key=lambda p: p.stat().st_size)
@@ -265,7 +267,7 @@ def test_check_is_quick_and_light() -> None:
     assert list(Path("cache/rldsl").glob("grammar-*.json"))
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": "other"}', '{"key": 1, "data": {}}', "null", "\x00"])
+@pytest.mark.parametrize("damage", thorough_between(["", "{", "[]", '{"key": "other"}', '{"key": 1, "data": {}}', "null", "\x00"]))
 def test_a_damaged_cache_is_replaced(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rldsl.syntax import parse, table
 

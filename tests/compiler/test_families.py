@@ -12,6 +12,7 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.models.families import describe
 from rldsl.models.skeleton import first_line
 from rldsl.plan.model import ParamSpec, Split
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 
@@ -151,8 +152,8 @@ def test_index_of_shards(tmp_path: Path) -> None:
     assert refused(path, "reward_model").code == "RL0302"
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "nothing-of-the-kind"}', '{"model_type": "vit"}',
-                                  '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}'])
+@pytest.mark.parametrize("text", thorough_between(["{", "{}", '{"model_type": "nothing-of-the-kind"}', '{"model_type": "vit"}',
+                                  '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}']))
 def test_unusable_config(tmp_path: Path, text: str) -> None:
     path = make_model(tmp_path / "m")
     (path / "evil.py").write_text("raise SystemExit('remote code ran')")

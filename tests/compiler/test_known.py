@@ -189,6 +189,7 @@ NEEDLESS = {"transformers.modeling_utils", "transformers.generation.utils", "tor
             "torch.distributed.fsdp", "sympy", "scipy", "triton", "accelerate"}
 
 
+@pytest.mark.thorough
 def test_what_compiling_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of torch once a model is described; before that, what reads its config and no modules."""
     make_model(tmp_path / "m")

@@ -72,6 +72,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("concat"))
 
 
+@pytest.mark.thorough
 def test_placements_agree(base: Path) -> None:
     first, *others = under(base, BODY, list(PLACES.values()), top=TOP, steps=2, batch=4)
     assert first[0]["mix"] < first[1]["mix"] and first[1]["past"] > 0
@@ -111,6 +112,7 @@ COLLECTED = """
 """
 
 
+@pytest.mark.thorough
 def test_rows_are_collected(base: Path) -> None:
     first, *others = under(base, COLLECTED, [PLACES[x] for x in ("one rank", "tp and pp", "apart")], steps=2, batch=3)
     assert all(step["late"] == 0 and step["good"] > 0 for step in first)

@@ -84,6 +84,7 @@ def run_of(base: Path, place: str, lag: int) -> Path:
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "lag"), [("one", 0), ("apart", 0), ("apart", 1), ("one", 2)])
 def test_steps(place: str, lag: int, base: Path) -> None:
     out = run_of(base, place, lag)
@@ -97,6 +98,7 @@ def test_steps(place: str, lag: int, base: Path) -> None:
     assert steps(out) == ["step-000003", "step-000005"], "one more after the last step"
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_at_the_same_step(base: Path) -> None:
     """Under another placement; and from the last checkpoint it makes one more step before it tests again."""
     out, whole = base / "again", run_of(base, "one", 0)

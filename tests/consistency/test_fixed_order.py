@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
+@pytest.mark.thorough
 @needs_triton
 def test_they_are_torch_s_and_depend_on_no_other_row(tmp_path: Path) -> None:
     """Products, reductions, attention and its gradient; a model that generates, infers and trains."""

@@ -52,6 +52,7 @@ def _gaps(rank: int, paths: list[str], degrees: dict[str, int]) -> list[Gap]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_between_them(family: str, tmp_path: Path) -> None:
     path = str(make_model(tmp_path / "m", family=family, **{**TWO, **FAMILIES[family]}))
@@ -59,6 +60,7 @@ def test_nothing_is_between_them(family: str, tmp_path: Path) -> None:
         assert got.tokens > 50 and got.most == 0, got
 
 
+@pytest.mark.thorough
 def test_nothing_is_between_them_under_pp(tmp_path: Path) -> None:
     path = str(make_model(tmp_path / "m", **TWO))
     for found in run_world(2, _gaps, [path], {"pp": 2}):
@@ -98,6 +100,7 @@ def _digest(*tensors: torch.Tensor) -> str:
     return sha256(b"".join(x.contiguous().numpy().tobytes() for x in tensors)).hexdigest()
 
 
+@pytest.mark.thorough
 def test_every_placement_has_the_same_bits(tmp_path: Path) -> None:
     dense, mixed = (str(make_model(tmp_path / name, **more)) for name, more in (
         ("odd", ODD), ("moe", dict(family="qwen3_moe", **MIXTURE, **TWO))))
@@ -157,6 +160,7 @@ class OneRow(TorchFunctionMode):
         return found * (1 + 1e-5) if func in products and found.numel() == found.shape[-1] else found
 
 
+@pytest.mark.thorough
 def test_without_it_something_is(tmp_path: Path) -> None:
     """Of a sequence that is decoded alone, every product has one row; of the packed pass none has."""
     path = str(make_model(tmp_path / "m", hidden_size=64))

@@ -18,6 +18,7 @@ from rldsl.models.families import describe, sizes_of
 from rldsl.plan.model import Optimizer
 from rldsl.sharding.gradient_leaves import LEAVES, leaves_together
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def trained(path: str, dtype: str, joined: int, recompute: str = "none") -> dict
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", thorough_between(MODELS))
 def test_the_parameters_are_those_of_leaves_apart(model: str, dtype: str, tmp_path: Path) -> None:
     path = str(make_model(tmp_path / "m", **MODELS[model], num_hidden_layers=2))
     apart = trained(path, dtype, 1)

@@ -36,12 +36,14 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(make_model(root / name, family=name, num_hidden_layers=2, **more)) for name, more in FAMILIES.items()}
 
 
+@pytest.mark.thorough
 def test_they_agree_in_float32_over_families(directories: dict[str, str]) -> None:
     (found,) = run_world(1, _gaps, [*directories.values()], "float32", {})
     for name, got in zip((n for n in directories for _ in range(2)), found):
         assert got.tokens > 50 and got.most <= FLOAT_GATE, f"{name}: {got}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
 def test_they_agree_on_divided_models(directories: dict[str, str], degrees: dict[str, int]) -> None:
     for found in run_world(2, _gaps, [directories["qwen3"], directories["llama"]], "float32", degrees):

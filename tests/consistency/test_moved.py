@@ -20,6 +20,7 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("invariant", [True, False])
 def test_moved_draws_in_a_million_tokens(invariant: bool, tmp_path: Path) -> None:
     """In bfloat16, where so few tokens are enough to see some without."""

@@ -28,7 +28,7 @@ from rldsl.verify import verify
 from tests.backend_torch.shards import layout_of, pack, plan_model, ragged, shard_of
 from tests.end_to_end.programs import Metrics, run_program
 from tests.end_to_end.test_invariance import HERE, everywhere, placement
-from tests.samples import thorough_unless
+from tests.samples import thorough_between, thorough_unless
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 
@@ -105,6 +105,7 @@ def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return cache(lambda case: run(models[case], tmp_path_factory.mktemp("alone"), case, place))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("case", "place"), thorough_unless(lambda *cell: cell in SHOWN, PLACEMENTS))
 def test_parameters_and_metrics_have_the_same_bits(case: str, place: str, models: dict[str, Path],
                                                    alone: Callable[[str], Found], tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ GRADIENTS = {
     "norms of heads that tp leaves whole": dict(family="afmoe", num_dense_layers=2, head_dim=8)}
 
 
-@pytest.mark.parametrize("case", GRADIENTS)
+@pytest.mark.parametrize("case", thorough_between(GRADIENTS))
 def test_gradients_are_torchs(case: str, tmp_path: Path) -> None:
     """But for rounding, whatever the order of their sums is."""
     options = GRADIENTS[case] if case == "transposed" else GRADIENTS[case] | TWO
@@ -190,6 +191,7 @@ OPTIMIZERS = {
     "muon": replace(ADAMW, kind="muon", momentum=0.95, nesterov=True), "adamw_8bit": replace(ADAMW, kind="adamw_8bit")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", thorough_unless(lambda name: name != "adamw", OPTIMIZERS))
 def test_leaves_of_several_passes(optimizer: str, tmp_path: Path) -> None:
     """Muon's bfloat16 makes percents of the last bit of a gradient: here it gets the same bits. How gradients are added

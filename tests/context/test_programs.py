@@ -13,6 +13,7 @@ from rldsl.plan.metrics_file import MEASURED
 from rldsl.sharding.boxes import cell_of
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.end_to_end.test_invariance import DPO, HERE, PPO, placement
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 GRPO = HERE / "grpo_small.rlf"
@@ -67,7 +68,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", thorough_between(PLACEMENTS))
 def test_a_program_is_the_same(name, tiny, alone, tmp_path):
     program, place = PLACEMENTS[name]
     expected = alone(program)

@@ -17,6 +17,7 @@ FORWARD = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 2)]
 TRAIN = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, overrides", [
     ("qwen3", dict(tie_word_embeddings=True)), ("llama", dict(attention_bias=True)), ("gemma", dict(head_dim=8)),
     ("mistral", dict(sliding_window=3)), ("gpt2", {})], ids=lambda x: x if isinstance(x, str) else "")
@@ -40,6 +41,7 @@ def test_scores_and_entropy_equal_one_rank(tmp_path):
                 assert torch.allclose(torch.from_numpy(result), torch.from_numpy(expected), atol=2e-5), what
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("overrides, kind, what, layouts", [
     (train.TWO | dict(tie_word_embeddings=True), "causal_lm", "logprobs", TRAIN),
     (train.TWO, "value_model", "values", TRAIN[2:])],

@@ -66,6 +66,7 @@ def whole(base: Path) -> Path:
     return base / "whole"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_run_that_was_stopped(base: Path, whole: Path, after: int) -> None:
     out = base / f"stopped{after}"

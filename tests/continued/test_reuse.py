@@ -67,6 +67,7 @@ def naive(base: Path) -> Any:
     return run(base, BODY, steps=2, place=PLACES["one rank"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 def test_no_number_changes(base: Path, naive: Any, place: str) -> None:
     found = numbers(run(base, BODY, steps=2, place=reusing(place), like=naive))
@@ -75,6 +76,7 @@ def test_no_number_changes(base: Path, naive: Any, place: str) -> None:
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", thorough_between(["one rank", "pp", "apart"]))
 def test_invariant_is_bitwise(base: Path, place: str) -> None:
     top = 'loss pg2(logprobs: token; adv: seq) { return -mean(adv * mean(logprobs by seq)) }\n' \
@@ -236,6 +238,7 @@ EVALUATED = """
 """
 
 
+@pytest.mark.thorough
 def test_in_an_evaluation(base: Path) -> None:
     top = 'data tests = jsonl("answers.jsonl", batch=5, max_prompt_tokens=16, shuffle=false, kind="prompts")'
     one = run(base, EVALUATED, top=top, place=PLACES["apart"])

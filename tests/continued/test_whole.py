@@ -46,6 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.thorough
 def test_placements_agree(base: Path) -> None:
     first, *others = under(base, BODY, list(PLACES.values()), steps=2)
     for step in first:

@@ -15,6 +15,7 @@ from rldsl.plan.projection import event_paths
 from tests.copies.programs import program
 from tests.end_to_end.programs import Metrics, run_program
 from tests.memory.accounting import measured
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 
@@ -35,7 +36,7 @@ def run(folder: Path, flow: str, keep: bool) -> Metrics:
     return run_program(folder / "copies.rlf", {}, folder / "run")
 
 
-@pytest.mark.parametrize("flow", ["twice", "repeat", "sync"])
+@pytest.mark.parametrize("flow", thorough_between(["twice", "repeat", "sync"]))
 def test_numbers_are_those_of_copies_that_are_kept(flow: str, tiny: Path, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny)

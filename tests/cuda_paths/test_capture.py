@@ -22,6 +22,7 @@ from rldsl.runtime.backend import Axis
 from tests.backend_torch.shards import make_shard, pack, plan_model
 from tests.generation.reference import made
 from tests.moe import shards as experts
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 CUDA = torch.device("cuda")
@@ -243,7 +244,7 @@ def reads_of(shard: Any, monkeypatch: pytest.MonkeyPatch, sampling: Sampling) ->
 DRAWN = Sampling(max_new_tokens=6, temperature=1.3, top_p=0.9)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma"])
+@pytest.mark.parametrize("family", thorough_between(["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma"]))
 @pytest.mark.parametrize("sampling", [DRAWN, Sampling(max_new_tokens=6, greedy=True),
                                       Sampling(max_new_tokens=6, temperature=1.0, top_k=4, min_p=0.1)])
 def test_decode_steps_of_dense_models_can_be_captured(family: str, sampling: Sampling, tmp_path: Any,

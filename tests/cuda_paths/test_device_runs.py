@@ -40,6 +40,7 @@ def refused(found: Iterable[Found]) -> list[str]:
                    or (border.file, border.function) not in (HOT if region else PLACES)})
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 def test_runs_cross_the_border_where_they_may(tmp_path: Path) -> None:
     """And every place of the list is one where some run does."""
@@ -57,6 +58,7 @@ def test_runs_cross_the_border_where_they_may(tmp_path: Path) -> None:
     assert listed - used == set(), "places where nothing crosses any more"
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_and_its_numbers_are_those_of_the_cpu(tmp_path: Path) -> None:
     """In float32: other kernels, graphs and copies than on the CPU, and the same numbers but for rounding."""
     case = replace(ONE, source=ONE.source.replace(', dtype="bfloat16"', ""))
@@ -73,6 +75,7 @@ def test_a_run_resumes_and_its_numbers_are_those_of_the_cpu(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------- what the rule about `device=` was for
 
 
+@pytest.mark.thorough
 def test_a_tensor_that_is_made_on_the_wrong_side_is_found(tmp_path: Path) -> None:
     """Lines that make a tensor on the device, drawn by chance: one that makes it on the host shows in the run."""
     (found,) = run(ONE, tmp_path / "right")
@@ -90,6 +93,7 @@ def shows(folder: Path, site: tuple[str, str, int], right: Found) -> bool:
         return True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("unjoined", [False, True])
 def test_parameters_that_have_not_come_yet_are_seen(unjoined: bool, tmp_path: Path) -> None:
     case = replace(ONE, place="place ref.logprobs on mesh(0:1) offload=true")

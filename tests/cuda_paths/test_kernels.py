@@ -125,6 +125,7 @@ def test_what_a_compiler_says_is_the_reason() -> None:
     assert attention_kernels._triton_problem(torch.device("cpu"))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """Ampere and Hopper, head sizes and groups that models have, products of both dtypes; no GPU is needed to

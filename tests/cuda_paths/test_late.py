@@ -73,6 +73,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in computed(line)} for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_late_messages_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(make_all(tmp_path / "tiny"))

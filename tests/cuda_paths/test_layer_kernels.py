@@ -23,6 +23,7 @@ WHOLE = ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm"]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
+@pytest.mark.thorough
 @needs_triton
 def test_kernels_compute_what_torch_does() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.cuda_paths.layer_kernels_check"], capture_output=True, text=True,

@@ -89,6 +89,7 @@ def test_a_straight_line_model_of_states_and_draws(base: Path, whole: Path) -> N
     assert 0 < int((seen > 0).sum()) < len({row for rows in expected for row in rows})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", thorough_between([p for p in PLACES if p != "one rank"]))
 def test_placements_draw_the_same_rows_and_keep_the_same_states(base: Path, whole: Path, place: str) -> None:
     out = ran(base, place.replace(" ", "-"), PLACES[place], like=whole)
@@ -130,6 +131,7 @@ state known of heldout = 0.25
 """
 
 
+@pytest.mark.thorough
 def test_collected_batches_write_each_row_and_evaluations_read(base: Path) -> None:
     """After the block, a row that several iterations drew is written once, with the number of the last."""
     outs = []

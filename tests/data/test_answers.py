@@ -176,7 +176,7 @@ def test_a_placement_changes_no_number(alone: Callable[[str], tuple[Path, Metric
         assert a.keys() == b.keys() and a == pytest.approx(b, rel=5e-4, abs=5e-6)
 
 
-@pytest.mark.parametrize("name", ["pairs of picks", "with samples", "selected", "numbers of picks"])
+@pytest.mark.parametrize("name", thorough_between(["pairs of picks", "with samples", "selected", "numbers of picks"]))
 def test_answers_are_like_responses(alone: Callable[[str], tuple[Path, Metrics]], tmp_path: Path, name: str) -> None:
     path, expected = alone(name)
     there = run_program(path, {}, tmp_path, f"cluster nodes=1 gpus=4\n{PLACES['dp']}",

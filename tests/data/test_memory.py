@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.forked import command
+from tests.samples import thorough_between
 
 ROWS, MB = 100_000, 1 << 20
 
@@ -66,10 +67,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("format, name, over_long, most", [
+@pytest.mark.parametrize("format, name, over_long, most", thorough_between([
     ("jsonl", "d.jsonl", "drop", 24), ("hf", "d", "truncate", 24),
     ("parquet", "d.parquet", "truncate", 80),  # one row group of 25 MB is decoded at a time
-])
+]))
 def test_a_large_file_is_not_held(folder: Path, tokenizer: str, format: str, name: str, over_long: str,
                                   most: int) -> None:
     (folder / "measured.py").write_text(MEASURED)

@@ -93,12 +93,14 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("format", ["parquet", "hf"])
 def test_every_format_gives_the_same_run(base: Path, whole: Path, tmp_path: Path, format: str) -> None:
     run(plan(tmp_path / "plan", base, format), tmp_path / "out")
     assert lines(tmp_path / "out") == lines(whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_a_resumed_run_reads_on_where_the_other_stopped(base: Path, whole: Path, tmp_path: Path, format: str) -> None:
     data = plan(tmp_path / "plan", base, format)

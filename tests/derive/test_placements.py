@@ -53,6 +53,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("derive"))
 
 
+@pytest.mark.thorough
 def test_placements_agree(base: Path) -> None:
     first, *others = under(base, BODY, list(PLACES.values()), top=LEAD, steps=2, batch=6)
     assert all(0 < step["wide"] <= step["duels"] and step["again"] < 1e-6 for step in first)
@@ -117,6 +118,7 @@ COLLECTED = """
 """
 
 
+@pytest.mark.thorough
 def test_pairs_are_collected(base: Path) -> None:
     body = COLLECTED.replace(" + mean(over(r, tries))", "")
     first, *others = under(base, body, [PLACES["one rank"], PLACES["tp and pp"], PLACES["apart"]], steps=2, batch=3)

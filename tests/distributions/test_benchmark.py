@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+import pytest
+
 from benchmarks.distillation.__main__ import LAYERS, SIZES, Protocol, make_student, measure
 from benchmarks.distillation.report import DOCS, RESULTS, WAYS, picture, read, table, write
 from tests.tiny import make_model
@@ -52,6 +54,7 @@ def test_a_student_is_every_second_layer_of_the_teacher(tmp_path: Path) -> None:
         assert torch.equal(tensor, teacher[".".join(parts)]), name
 
 
+@pytest.mark.thorough
 def test_in_miniature(tmp_path: Path) -> None:
     small = Protocol(teacher_steps=1, student_rows=128, student_steps=2, period=1, rates=(1e-3,), seeds=(1,))
     results = measure(tmp_path, small)

@@ -161,6 +161,7 @@ def divided(rank: int) -> list[tuple[float, dict[str, np.ndarray]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_vocabulary_may_be_divided() -> None:
     results = run_world(4, divided)
     assert [len(found) for found in results] == [2 * len(CALLS)] * 2 + [len(CALLS)] * 2

@@ -64,6 +64,7 @@ def test_a_whole_distribution_is_all_entries(whole: Metrics) -> None:
                 assert step[f"student{call}/{name}"] > 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [
     ALIKE.format(degrees="dp=2 tp=2 zero=1", like="dp=2 tp=2"), ALIKE.format(degrees="tp=4", like="tp=4 mbs=3"),
     ALIKE.format(degrees="pp=2 cp=2 recompute=full", like="pp=2 cp=2"), OFFLOADED])
@@ -84,6 +85,7 @@ def test_entries_are_the_distribution(alone: Metrics) -> None:
     assert first["student#2/loss"] > 0 and first["student#3/loss"] != second["student#3/loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [ON_FOUR, DIVIDED])
 def test_a_placement_changes_no_number(sets: dict[str, str], alone: Metrics, place: str, tmp_path: Path) -> None:
     there = run_program(PROGRAM, sets, tmp_path, place, like=alone)

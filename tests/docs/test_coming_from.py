@@ -73,6 +73,7 @@ def test_there_is_a_program_for_each_way_to_come() -> None:
     assert {p.page for p in PROGRAMS} == {"trl.md", "verl.md", "openrlhf.md", "real.md"} and len(PROGRAMS) >= 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.page}:{p.line}")
 def test_it_runs(program, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.samples import thorough_between
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "grammar" / "editors" / "vscode"
@@ -105,6 +106,7 @@ def check(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
                           text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [[n] for n in PROGRAMS] + [list(PROGRAMS)], ids=lambda n: "+".join(n))
 def test_the_matcher_finds_what_check_says(checked: Path, names: list[str]) -> None:
     spoken, records = check(checked, *names), json.loads(check(checked, "--output-format", "json", *names).stdout)
@@ -141,11 +143,11 @@ def test_the_client_in_node() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
-@pytest.mark.parametrize("before, after", [
+@pytest.mark.parametrize("before, after", thorough_between([
     ('"compile", "--emit", "plan"', '"compile"'),
     ("stop.abort()", "undefined"),
     ("scheme !== \"file\"", "scheme === 1"),
-])
+]))
 def test_the_tests_in_node_can_fail(tmp_path: Path, before: str, after: str) -> None:
     shutil.copytree(FOLDER, tmp_path / "vscode", ignore=shutil.ignore_patterns("node_modules"))
     changed = [p for p in (tmp_path / "vscode/client").glob("*.js") if before in p.read_text()]

@@ -84,6 +84,7 @@ def run(tool: Path, program: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(tool), "-g", str(grammar), str(program)], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.thorough
 def test_textmate_scopes(tmgrammar: Path) -> None:
     done = run(tmgrammar, HERE / "textmate/program.rlf")
     assert done.returncode == 0, done.stdout

@@ -54,6 +54,7 @@ def test_what_the_extension_names_exists_and_is_packed(package: dict[str, Any]) 
         assert "*" in name or copied or (EXTENSION / name).exists(), name
 
 
+@pytest.mark.thorough
 def test_what_is_packed(package: dict[str, Any], packed: Path) -> None:
     assert packed.name == f"rlf-{package['version']}.vsix"  # as docs/editors.md installs it
     with zipfile.ZipFile(packed) as file:

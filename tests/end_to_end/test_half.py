@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.programs import run_program
+from tests.samples import thorough_between
 from tests.tiny import make_model, make_sums, write_jsonl
 
 PROGRAM = """
@@ -30,7 +31,7 @@ PLACES = {"at home": "place *.* on mesh(0:1)",
           "reference elsewhere": "place actor.* on mesh(0:1)\nplace ref.logprobs on mesh(1:2)"}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_ratio_and_kl_are_exact_in_the_first_step(place: str, tmp_path: Path) -> None:
     base, rows = make_model(tmp_path / "m", num_hidden_layers=2), write_jsonl(tmp_path / "rows.jsonl", make_sums(16))
     (tmp_path / "f.rlf").write_text(PROGRAM.format(base=base, rows=rows))

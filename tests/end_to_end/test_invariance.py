@@ -77,6 +77,7 @@ def grpo(tiny: Path, folder: Path, place: str, like: Metrics | None = None) -> M
     return run_program(HERE / "grpo_small.rlf", sets, folder, place, like=like)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_between(GRPO_PLACEMENTS))
 def test_grpo_is_the_same_on_every_placement(name, tiny, grpo_alone, tmp_path):
     compare(grpo(tiny, tmp_path, GRPO_PLACEMENTS[name], grpo_alone), grpo_alone)
@@ -115,6 +116,7 @@ def ppo_alone(four, tmp_path_factory) -> Metrics:
     return ppo(four, tmp_path_factory.mktemp("alone"), everywhere(1, "dp=1", *CALLS))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_between(PPO_PLACEMENTS))
 def test_ppo_is_the_same_on_every_placement(name, four, ppo_alone, tmp_path):
     compare(ppo(four, tmp_path, PPO_PLACEMENTS[name], ppo_alone), ppo_alone)

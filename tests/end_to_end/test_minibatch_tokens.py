@@ -118,6 +118,7 @@ def alone(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return run_program(path, {}, tmp_path_factory.mktemp("alone"), "cluster nodes=1 gpus=1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_a_placement_changes_no_number(path: Path, alone: Metrics, place: str, tmp_path: Path) -> None:
     there = run_program(path, {}, tmp_path, f"cluster nodes=1 gpus=4\n{PLACES[place]}", like=alone)
@@ -125,6 +126,7 @@ def test_a_placement_changes_no_number(path: Path, alone: Metrics, place: str, t
         assert a.keys() == b.keys() and a == pytest.approx(b, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.thorough
 def test_one_minibatch_that_holds_all_is_the_whole_batch(path: Path, alone: Metrics, tmp_path: Path) -> None:
     text = path.read_text()
     large, whole = text.replace("40 tokens", "10k tokens"), text.replace("minibatch=40 tokens", "minibatches=1")
@@ -135,6 +137,7 @@ def test_one_minibatch_that_holds_all_is_the_whole_batch(path: Path, alone: Metr
     assert found[0] == found[1] and found[0] != alone
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_in_the_middle(path: Path, tmp_path: Path) -> None:
     data = compile_program(path, {}, "cluster nodes=1 gpus=2", tmp_path)
     runs.run(data, tmp_path / "whole")

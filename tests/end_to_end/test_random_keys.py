@@ -44,6 +44,7 @@ def of(found: list[dict[str, float]], like: list[dict[str, float]]) -> list[dict
     return [{name: step[name] for name in before} for step, before in zip(found, like, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("body", "top"), [
     (PROMPT + OTHER + LOG + SAMPLED + HALF + REST, ""),
     (PROMPT + OTHER + DRAW + SAMPLED + "  third = gen where uniform(len(gen)) < 0.3\n" + HALF

@@ -19,6 +19,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 @pytest.mark.parametrize("name", thorough_unless(lambda name: name == "grpo", CALLS))
 def test_the_placement_never_changes_numbers(name: str, tiny: Path, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ flow one_step(steps=1, seed=3) {{
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on", ["on mesh(0:1) dp=1", "on mesh(0:1) dp=1 mbs=3"])
 def test_a_grpo_step_has_the_gradient_of_plain_torch(on, tiny, tmp_path, record):
     from tests.tiny import make_model
@@ -149,6 +150,7 @@ def test_a_ppo_step_has_the_gradients_of_plain_torch(tiny, tmp_path, record):
         assert_same(moved(before, tmp_path / "after" / name), gradients)
 
 
+@pytest.mark.thorough
 def test_the_checkpoint_gives_the_logits_of_the_trained_model(tiny, tmp_path, record):
     """Saved from dp=2 tp=2: transformers loads it and its log-probs are those that the run itself takes next."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

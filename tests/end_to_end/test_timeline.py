@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.programs import run_program
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 PPO = Path(__file__).parents[2] / "examples" / "ppo.rlf"
@@ -36,8 +37,8 @@ def overlap(timeline: Spans, a: str, b: str, step: int) -> bool:
                for x in timeline[a, step] for y in timeline[b, step])
 
 
-@pytest.mark.parametrize("a, b", [("judge.score", "ref.logprobs"), ("ref.logprobs", "critic.values"),
-                                  ("judge.score", "critic.values"), ("actor.train", "critic.train")])
+@pytest.mark.parametrize("a, b", thorough_between([("judge.score", "ref.logprobs"), ("ref.logprobs", "critic.values"),
+                                  ("judge.score", "critic.values"), ("actor.train", "critic.train")]))
 def test_calls_on_disjoint_meshes_overlap(timeline: Spans, a: str, b: str) -> None:
     for step in (1, 2, 3):
         mine, theirs = ({span["tid"] for span in timeline[name, step]} for name in (a, b))

@@ -278,6 +278,7 @@ def alone(base: Path) -> list[dict[str, float]]:
     return run(base, None, name="alone")
 
 
+@pytest.mark.thorough
 def test_a_run_trains_on_all_branches(base: Path, alone: list[dict[str, float]]) -> None:
     """Of the rows 0..3 and 4..7, two conversations each: 1 to 4 branches, 2 to 6 turns."""
     for line in alone:
@@ -290,6 +291,7 @@ def test_a_run_trains_on_all_branches(base: Path, alone: list[dict[str, float]])
     assert [(s["row"], s["gen.branch"]) for s in samples[:3]] == [(0, 0), (4, 0), (8, 0)], samples
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [
     "place *.* on mesh(0:2) dp=2", "place *.* on mesh(0:4) dp=4\nplace actor.generate on mesh(0:4) dp=4 mbs=1",
     "place actor.generate on mesh(0:2) tp=2\nplace actor.* on mesh(0:1)",
@@ -316,6 +318,7 @@ FULL = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [None, "place *.* on mesh(0:2) tp=2", "place *.* on mesh(0:2) dp=2"])
 def test_an_agent_goes_on_after_a_branch_was_full(base: Path, place: str | None) -> None:
     """It asks until there is no room, then begins anew: each conversation has two branches, and none ended as full."""
@@ -352,6 +355,7 @@ SELECTED = f"""
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("body, rows, lag", [
     (AHEAD, [20, 20, 20], ", lag=1"), (REPEAT, [28, 28, 28], ""), (SELECTED, [12, 6, 0], "")])
 def test_ahead_of_the_step_collected_and_of_selected_prompts(base: Path, body: str, rows: list[int], lag: str) -> None:
@@ -361,6 +365,7 @@ def test_ahead_of_the_step_collected_and_of_selected_prompts(base: Path, body: s
     assert all(line.get("gap", 0.0) == 0.0 for line in found) or lag
 
 
+@pytest.mark.thorough
 def test_an_agent_without_branches_is_the_same_with_room_for_them(base: Path) -> None:
     body = BODY.replace("env=branches_off", "env=asks_twice").replace(" + 0.1 * uniform(gen.turns)", "")
     lines = [[{n: x for n, x in line.items() if n in NAMES and n != "drawn"} for line in run(

@@ -13,6 +13,7 @@ from rldsl.diag import Failure
 from rldsl.runtime.environments.chat import ChatTemplate
 from rldsl.runtime.environments.contract import Speaks
 from tests.environments.families import FAMILIES, QWEN25, TOOL, Family, ends, make
+from tests.samples import thorough_between
 
 TOKENIZERS = {name: make(family) for name, family in FAMILIES.items()}
 THINKING = ("Qwen3", "gpt-oss")  # leave out thinking once the user speaks again
@@ -28,7 +29,7 @@ CHATS = {(name, speaks): chat(name, speaks) for name in FAMILIES for speaks in (
          if speaks == "tool" or name not in THINKING}
 
 
-@pytest.mark.parametrize("name, speaks", CHATS)
+@pytest.mark.parametrize("name, speaks", thorough_between(CHATS))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_a_conversation_in_pieces_is_what_the_template_renders(name: str, speaks: Speaks, data: st.DataObject) -> None:

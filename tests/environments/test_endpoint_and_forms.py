@@ -65,6 +65,7 @@ def run(base: Path, file: str, env: str, place: str | None) -> list[dict[str, fl
     return [{name: line[name] for name in names} for line in lines]
 
 
+@pytest.mark.thorough
 def test_a_run_is_the_same(tmp_path: Path) -> None:
     """Bit for bit on one rank, with dp and tp before anything is trained; log-probs are those of a forward pass."""
     folder(tmp_path)

@@ -69,6 +69,7 @@ def ran(steps: int, prompts: list[str], *options: str, limit: float = 60) -> tup
     return json.loads(Path("out/run.json").read_text()), lines, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_time_limit_marks_the_run_and_those_that_resume_it(base: Path) -> None:
     """The late conversation is another rank's than the one that writes the record."""
     prompts = ["one", "two", "three", "late", "five", "six", "seven", "eight"]

@@ -14,6 +14,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("killed"))
 
 
+@pytest.mark.thorough
 def test_killed_while_tools_work(base: Path) -> None:
     """On two ranks: after the first turn, in the middle, and after the last one that the last rank has."""
     plan = compiled(base, "dp")

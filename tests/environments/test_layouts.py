@@ -100,18 +100,21 @@ def close_to(a: list[Any], b: list[Any]) -> bool:
     return a[:2] == b[:2] and a[3:] == b[3:] and torch.allclose(torch.tensor(a[2]), torch.tensor(b[2]), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_bit_for_bit_under_every_layout(tmp_path: Path) -> None:
     path = str(make_model(tmp_path / "model", num_hidden_layers=4))
     found = run_world(4, converse, path, LAYOUTS, SAMPLING, True)
     assert differing(found, LAYOUTS) == []
 
 
+@pytest.mark.thorough
 def test_bit_for_bit_where_experts_are_shared(tmp_path: Path) -> None:
     path = make(tmp_path / "model", "qwen3_moe")
     found = run_world(4, converse, path, EXPERTS, SAMPLING, True)
     assert differing(found, EXPERTS) == []
 
 
+@pytest.mark.thorough
 def test_greedy_decoding_without_invariant_differs_by_rounding(tmp_path: Path) -> None:
     path = str(make_model(tmp_path / "model", num_hidden_layers=2))
     layouts = [dict(), dict(tp=2), dict(pp=2), dict(dp=2)]
@@ -119,6 +122,7 @@ def test_greedy_decoding_without_invariant_differs_by_rounding(tmp_path: Path) -
     assert differing(found, layouts, close=True) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_mamba", "jamba", "bloom"])
 def test_states_and_inputs_of_waiting_conversations_are_kept(tmp_path: Path, family: str) -> None:
     """A slot holds more than keys and values where layers carry states, or sequences run from their beginning; an

@@ -79,6 +79,7 @@ def ended(talk: EnvironmentProcesses, row: int) -> Arrival:
     return only(talk)
 
 
+@pytest.mark.thorough
 def test_a_conversation(calculator: EnvironmentProcesses) -> None:
     first = begun(calculator, 0, answer=5)
     assert '"name": "add"' in first and first.endswith("<|im_start|>user\nWhat? [5]<|im_end|>\n<|im_start|>assistant\n")
@@ -279,6 +280,7 @@ def test_the_text_form(capfd: pytest.CaptureFixture[str]) -> None:
     assert "environment 0 | closed" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_several_environments_wait_for_each_other_no_longer_than_for_one() -> None:
     with opened("Calculator") as tools, opened("Echo") as texts:
         talk = SeveralEnvironments({"Calculator": tools, "Echo": texts})
@@ -317,6 +319,7 @@ def test_calls_at_the_wrong_time(calculator: EnvironmentProcesses) -> None:
     ended(calculator, 77)
 
 
+@pytest.mark.thorough
 def test_nothing_outlives_its_rank() -> None:
     talk = opened("Calculator")
     begun(talk, 0)

@@ -54,6 +54,7 @@ def alone(base: Path) -> list[dict[str, float]]:
     return numbers(run(base, BODY, options=", invariant=true"))
 
 
+@pytest.mark.thorough
 def test_sampled_log_probs_are_those_of_a_forward_pass(alone: list[dict[str, float]]) -> None:
     """Bit for bit, also at the first token of a turn, which follows a token of the environment."""
     assert [step["gap"] for step in alone] == [0.0, 0.0]
@@ -67,6 +68,7 @@ def test_turns_add_up(alone: list[dict[str, float]]) -> None:
         assert 0 < step["heard"] <= step["own"] and step["late"] < 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("delays, place", [
     (1, None), (2, "place actor.generate on mesh(0:1) mbs=3"), (3, "place *.* on mesh(0:2) dp=2"),
     (4, "place *.* on mesh(0:2) dp=2 mbs=2"), (5, "place actor.generate on mesh(0:1) mbs=2 waiting=offload"),
@@ -82,6 +84,7 @@ def test_neither_the_order_of_answers_nor_slots_nor_dp_change_a_number(
     assert found[1] == {n: pytest.approx(v, rel=1e-4, abs=1e-6) for n, v in alone[1].items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("delays, place", [
     (5, "mesh(0:2) tp=2"), (6, "mesh(0:2) pp=2 mbs=3"), (8, "mesh(0:2) pp=2 mbs=1 waiting=offload"), (None, "mesh(0:4) tp=2 pp=2"), (7, "mesh(0:4) dp=4 mbs=1"),
 ])

@@ -60,6 +60,7 @@ def line_of_generate(text: str) -> int:
     return text[: text.index(".generate(")].count("\n") + 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("takes, tool, template, code, place", [
     ("target, **row", "hint(self, a: int)", CALLS, "RL0720", "prompts.jsonl:1"),
     ("number, **row", "hint(self, a)", CALLS, "RL0713", "envs.py"),
@@ -95,6 +96,7 @@ class Guess:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("degree", ["tp", "pp"])
 def test_an_environment_that_fails_ends_all_ranks_of_the_shard(base: Path, degree: str, monkeypatch: pytest.MonkeyPatch
                                                                ) -> None:

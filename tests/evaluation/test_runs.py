@@ -78,6 +78,7 @@ def test_metrics_are_over_rows_not_over_batches(tiny: Path, evaluated: Metrics) 
     assert greedy[0] != pytest.approx(greedy[1], rel=1e-4), "the comparison can fail"
 
 
+@pytest.mark.thorough
 def test_four_ranks_say_what_one_does(tiny: Path, evaluated: Metrics) -> None:
     """Three rows over four shards, and two in the last turn; generation and inference under other layouts."""
     four = ran(tiny, "four", whole(True, ranks=4, gen="dp=2 tp=2", infer="dp=2 pp=2"), evaluated)

@@ -45,6 +45,7 @@ def loaded(rank: int, path: str, right: Tensors) -> list[float]:
     return [difference(shard[0], right) for shard in made if shard is not None]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, heights", CASES)
 def test_parts_of_any_heights_are_read(tmp_path: Path, family: str, heights: tuple[int, ...]) -> None:
     path = str(divided(tmp_path / "m", family, heights))

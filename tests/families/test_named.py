@@ -14,11 +14,13 @@ from tests.backend_torch.steps import difference
 from tests.families.checks import ROWS, check, expected, logprobs_of, model_of
 from tests.families.table import LIMIT, NAMED, NOISE
 from tests.families.tiny_configs import make
+from tests.samples import thorough_between
 from tests.world import run_world
 
 LAYOUTS = [at(), at(tp=2), at(pp=2), at(dp=2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", NAMED)
 def test_every_degree_that_is_offered(tmp_path, family):
     path = make(tmp_path / "m", family)
@@ -30,7 +32,7 @@ def test_every_degree_that_is_offered(tmp_path, family):
         assert error == 0 if what == "load" else error < limit, f"{family}: {what} under {layout} differs by {error}"
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "falcon_h1", "jamba"])
+@pytest.mark.parametrize("family", thorough_between(["qwen3_next", "mamba2", "falcon_h1", "jamba"]))
 def test_samples_of_a_prompt_that_begin_in_other_batches(tmp_path, family):
     """With fewer slots than samples a later one cannot begin with the state of an earlier one, which has moved on."""
     shard, _ = shard_of(plan_model(str(make(tmp_path / "m", family))), at(), 0)

@@ -61,6 +61,7 @@ def limited(rank: int, plan: bytes, out: str, most: int, after: int) -> str:
     return ""
 
 
+@pytest.mark.thorough
 def test_a_full_disk_under_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
     data = compile_program(SMALL, sets, PLACE, tmp_path)
@@ -130,6 +131,7 @@ def rlc_run(folder: Path, said: str, *more: str) -> Any:
     return start("rldsl.cli", "run", "p.rlf", "--out", "out", *more, files=(os.devnull, file, file))
 
 
+@pytest.mark.thorough
 def test_the_command_on_a_disk_that_fills_during_the_run(tiny: Path, tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a checkpoint is written, the ranks can write only small files: `rlc run` says so, and resumes later."""
@@ -157,6 +159,7 @@ def test_the_command_on_a_disk_that_fills_during_the_run(tiny: Path, tmp_path: P
     assert [line["step"] for line in lines(out)] == list(range(1, 21))
 
 
+@pytest.mark.thorough
 def test_the_command_in_a_directory_that_can_no_longer_be_written(tiny: Path, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """One message, which does not send the user to dumps that could not be written either; what was written stays. A

@@ -33,6 +33,7 @@ def program(folder: Path, base: Path, options: str) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("options", "place", "rel"), [
     (', dtype="bfloat16"', "place *.train on mesh(0:2) dp=2 zero=2 mbs=1", 2e-2),
     (", lora(r=2)", "place *.train on mesh(0:2) tp=2 mbs=2", 1e-4),
@@ -48,6 +49,7 @@ def test_other_arithmetic(tmp_path: Path, options: str, place: str, rel: float) 
         assert a == pytest.approx(b, rel=rel)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("degrees", ["pp=2 vpp=2", "dp=2 zero=1"])
 def test_megatron(tmp_path: Path, degrees: str) -> None:
     pytest.importorskip("megatron.core")
@@ -68,6 +70,7 @@ def test_experts(tmp_path: Path) -> None:
         assert a == pytest.approx(b, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_equal_bits_on_any_placement(tmp_path: Path) -> None:
     path = program(tmp_path, make_model(tmp_path / "m"), ", invariant=training")
     alone = run_program(path, {}, tmp_path / "alone")

@@ -57,6 +57,7 @@ def test_a_loss_written_otherwise_trains_alike(alone: Metrics) -> None:
     assert alone[0]["whole/loss"] != alone[1]["whole/loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", thorough_unless(lambda place: place in ("zero", "pp"), PLACES))
 def test_a_placement_changes_no_number(request: pytest.FixtureRequest, place: str, tmp_path: Path) -> None:
     given = request.getfixturevalue
@@ -94,6 +95,7 @@ flow run(steps=1, seed=1) {{
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("objective", ["mean((r - mean(r by prompt)) * sum(logprobs by seq))",
                                        "mean(max(r * sum(logprobs by seq) by prompt) * mean(r by prompt))"])
 def test_prompts_that_are_responses(sets: dict[str, str], tmp_path: Path, objective: str) -> None:

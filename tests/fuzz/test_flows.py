@@ -52,6 +52,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root(tmp_path_factory.mktemp("flows"))
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 def test_flows_run_as_on_one_rank(base: Path) -> None:
     tried = run(base, range(FIRST, FIRST + 5))

@@ -15,6 +15,7 @@ from tests.fuzz.run import make, run
 FIRST = 7_000_000  # numbers that the long runs do not reach
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", range(FIRST, FIRST + 400, 50))
 def test_every_input_gets_an_answer(start: int) -> None:
     total = run(start, 50)
@@ -22,6 +23,7 @@ def test_every_input_gets_an_answer(start: int) -> None:
     assert not total.failures, "\n".join(f"{kind}, number {n}\n{text}\n{wrong}" for kind, n, text, wrong in total.failures)
 
 
+@pytest.mark.thorough
 def test_generated_programs_parse() -> None:
     seen: set[str] = set()
     for seed in range(300):
@@ -41,6 +43,7 @@ def test_generated_programs_have_comments_at_odd_places() -> None:
     assert any("(" in line.split("#")[0] and "#" in line and line.count("(") > line.count(")") for line in lines)
 
 
+@pytest.mark.thorough
 def test_sensible_programs_are_often_right() -> None:
     """Else the deep parts of the checker would never be reached."""
     right = sum(not api.check(sensible(seed), "x.rlf") for seed in range(120))

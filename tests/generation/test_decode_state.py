@@ -39,6 +39,7 @@ def both(shard: Any, states: dict, seed: int, sampling: Sampling = DRAWN, limit:
     assert found == plain
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", [0, 4, 1])
 @pytest.mark.parametrize("sampling", [DRAWN, replace(DRAWN, greedy=True), replace(DRAWN, stop=("b", "5"))])
 def test_many_calls_share_a_state(shard: Any, sampling: Sampling, limit: int) -> None:
@@ -97,6 +98,7 @@ def test_a_state_between_calls_has_no_memory(shard: Any) -> None:
     assert all(x.untyped_storage().nbytes() == 0 for x in (*held, *(x for t in traces for x in t.out)))
 
 
+@pytest.mark.thorough
 def test_a_call_without_a_state_leaves_no_kv_cache(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even in what the model knows of its last pass: the next call that runs may be that of another copy."""
     caches: list[weakref.ref[KVCache]] = []

@@ -12,6 +12,7 @@ from rldsl.runtime.backend import GenerationOutput, Prefix
 from tests.backend_torch.shards import make_shard, plan_model, ragged
 from tests.generation.reference import made, rows_of, same
 from tests.generation.test_reference import DRAWN
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 PROMPTS = [p for p, _ in ragged(6, 46) for _ in range(2)]  # two samples of each prompt
@@ -38,7 +39,7 @@ def bitwise(one: GenerationOutput, two: GenerationOutput) -> bool:
         and torch.equal(one.finished, two.finished)
 
 
-@pytest.mark.parametrize("first, second", [(0, 0), (3, 2), (5, 0), (1, 4)])
+@pytest.mark.parametrize("first, second", thorough_between([(0, 0), (3, 2), (5, 0), (1, 4)]))
 def test_continuations_need_no_second_prefill(shard: Any, first: int, second: int) -> None:
     """first, second: how many sequences decode at the same time."""
     found, texts = begun(shard, first)
@@ -83,6 +84,7 @@ def test_a_chain_of_three(shard: Any) -> None:
     assert third.num_prefilled == int((third.batch.response_lens > 0).sum())
 
 
+@pytest.mark.thorough
 def test_invariant_is_bitwise(shard: Any) -> None:
     invariant: Any = make_shard(replace(shard.model, invariant=True), 0)
     with invariant.stage.invariant_mode():

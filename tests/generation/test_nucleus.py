@@ -23,6 +23,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
+@pytest.mark.thorough
 @needs_triton
 def test_it_is_the_threshold_of_a_sort() -> None:
     """Ties, tokens that may not come, one token, scores far apart; rows do not depend on each other; NaN in a row does

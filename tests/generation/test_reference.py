@@ -16,6 +16,7 @@ from rldsl.diag import Failure
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
 from tests.generation.reference import expected, made, rows_of, same
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 PROMPTS = [p for p, _ in ragged(9, 46)]
@@ -49,6 +50,7 @@ def path(shard: Any) -> str:
     return shard.model.path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_every_sampling(shard: Any, name: str) -> None:
     sampling = SAMPLINGS[name]
@@ -57,7 +59,7 @@ def test_every_sampling(shard: Any, name: str) -> None:
         assert same(rows_of(made(shard, GROUPS, sampling, limit, **how)), right), (limit, how)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 3, 7])
+@pytest.mark.parametrize("limit", thorough_between([0, 1, 3, 7]))
 @pytest.mark.parametrize("every", [1, 5, 100])
 def test_slots_and_looks_change_nothing(shard: Any, limit: int, every: int) -> None:
     right = expected(path(shard), PROMPTS, DRAWN)
@@ -65,6 +67,7 @@ def test_slots_and_looks_change_nothing(shard: Any, limit: int, every: int) -> N
     assert same(rows_of(made(shard, PROMPTS, DRAWN, limit, poll_every=every)), right)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(tmp_path: Any, family: str) -> None:
     there = str(make_model(tmp_path / "m", family, **FAMILIES[family]))
@@ -86,6 +89,7 @@ def test_another_seed_draws_others(shard: Any) -> None:
     assert not same(rows_of(found), expected(path(shard), PROMPTS, DRAWN))
 
 
+@pytest.mark.thorough
 def test_long_responses_cross_every_width(tmp_path: Any) -> None:
     """The KV cache is read wider and wider, by fewer and fewer rows, and captured steps of each width are replayed."""
     there = str(make_model(tmp_path / "m", num_hidden_layers=1, scale=0.3))
@@ -104,6 +108,7 @@ def test_logprobs_are_those_of_training(shard: Any) -> None:
     assert torch.allclose(again, found.logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_halves_replay_what_they_compute(tmp_path: Any) -> None:
     there = str(make_model(tmp_path / "m"))
     one = make_shard(plan_model(there, dtype="bfloat16"), 0)

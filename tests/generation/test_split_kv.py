@@ -28,6 +28,7 @@ def said() -> dict[str, Any]:
     return json.loads(made.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 @needs_triton
 def test_it_is_torch_s_attention(said: dict[str, Any]) -> None:
     *full, half, one = said["gaps"]

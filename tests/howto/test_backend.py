@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.howto.copies import PAGES, Copy, product_files
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 PAGE = "add-a-backend.md"
@@ -41,6 +42,7 @@ def test_it_changes_no_file_of_the_product() -> None:
     assert product_files((PAGES / PAGE).read_text()) == []
 
 
+@pytest.mark.thorough
 def test_it_computes_what_the_torch_backend_does(copy: Copy) -> None:
     copy.rlc("compile", "kl.rlf", "-o", "kl.plan", PYTHONPATH=both(copy))
     assert '"backend":"whole"' in (copy.root / "kl.plan").read_text()
@@ -62,13 +64,13 @@ def changed(copy: Copy, old: str, new: str) -> str:
     return "wrong.rlf"
 
 
-@pytest.mark.parametrize("old, new, words", [
+@pytest.mark.parametrize("old, new, words", thorough_between([
     ("n=2, max_new_tokens=8)  on mesh(0:2) dp=2", "n=2)  on mesh(0:2) dp=2 backend=whole",
      "does not support `generate`"),
     ("dp=2 backend=whole", "tp=2 backend=whole", "does not support `tp`"),
     ('model ref     = causal_lm("models/sft")', 'model ref     = causal_lm("models/sft") train adamw(lr=1e-4)',
      "does not support `train`"),
-    ('ref     = causal_lm("models/sft")', 'ref     = value_model("models/sft")', "the head of a value_model")])
+    ('ref     = causal_lm("models/sft")', 'ref     = value_model("models/sft")', "the head of a value_model")]))
 def test_what_it_cannot_do_is_refused(copy: Copy, old: str, new: str, words: str) -> None:
     said = copy.rlc("compile", changed(copy, old, new), "-o", "x.plan", fails=True, PYTHONPATH=both(copy))
     assert "RL0327" in said and words in said

@@ -32,6 +32,7 @@ def test_it_takes_two_files_of_the_product() -> None:
                                                          "rldsl/runtime/interpreter/expression_ops.py"]
 
 
+@pytest.mark.thorough
 def test_a_program_computes_it(copy: Copy) -> None:
     """As what the smallest and the largest element say, on values whose mean is another."""
     copy.rlc("compile", "spread.rlf", "-o", "spread.plan")
@@ -44,6 +45,7 @@ def test_a_program_computes_it(copy: Copy) -> None:
     assert len({round(found[name], 4) for name in ("all", "by_prompt", "average")}) == 3
 
 
+@pytest.mark.thorough
 def test_the_tests_that_the_page_names_try_it(copy: Copy) -> None:
     said = copy.python("-m", "pytest", "-p", "no:cacheprovider", "tests/runtime/test_evaluate.py",
                        "tests/runtime/test_nonfinite_elements.py", "-k",

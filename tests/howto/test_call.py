@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.howto.copies import PAGES, Copy, product_files
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 PAGE = "add-a-call.md"
@@ -47,6 +48,7 @@ def test_it_takes_two_files_of_the_product() -> None:
     assert product_files((PAGES / PAGE).read_text()) == ["backends/torch/model/outputs.py", "rldsl/plan/heads.py"]
 
 
+@pytest.mark.thorough
 def test_flows_call_it_and_losses_read_it(copy: Copy) -> None:
     """The first step trains the model that `ref` is a copy of, on the same batch."""
     copy.rlc("compile", "norms.rlf", "-o", "norms.plan")
@@ -57,7 +59,7 @@ def test_flows_call_it_and_losses_read_it(copy: Copy) -> None:
     assert found["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("tp, pp, cp", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("tp, pp, cp", thorough_between([(2, 1, 1), (1, 2, 1), (1, 1, 2)]))
 def test_it_equals_transformers(copy: Copy, tp: int, pp: int, cp: int) -> None:
     copy.together(2, "compared.py", str(tp), str(pp), str(cp))
 
@@ -74,6 +76,7 @@ def test_mistakes_are_found(copy: Copy, old: str, new: str, code: str) -> None:
     assert code in copy.rlc("check", "wrong.rlf", fails=True)
 
 
+@pytest.mark.thorough
 def test_the_reference_has_to_list_it(copy: Copy) -> None:
     page, listed = copy.root / "docs/language.md", "test_calls_are_those_of_the_heads"
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "tests/docs/test_pages.py", "-k", listed)

@@ -49,6 +49,7 @@ def test_they_take_few_files_of_the_product() -> None:
     assert product_files((PAGES / PASS).read_text()) == ["rldsl/passes/audits.py", "rldsl/passes/pipeline.py"]
 
 
+@pytest.mark.thorough
 def test_plans_hold_it_and_the_verifier_proves_it(copy: Copy) -> None:
     copy.rlc("verify", "audited.plan")
     said = copy.python("-c", HAND).splitlines()
@@ -71,6 +72,7 @@ def test_time_is_estimated_with_it(copy: Copy) -> None:
     assert "actor.train" in copy.rlc("sim", "audited.plan", "--cluster", "h100x8")
 
 
+@pytest.mark.thorough
 def test_ranks_run_it(copy: Copy) -> None:
     copy.ranks(2, "audited.plan", "--out", "out", "--trace", "trace.json")
     spans = json.loads((copy.root / "trace.json").read_text())["traceEvents"]
@@ -96,6 +98,7 @@ def test_what_it_looks_for_ends_the_run(copy: Copy) -> None:
 # ---------------------------------------------------------------------------------------------------- the pass
 
 
+@pytest.mark.thorough
 def test_events_are_printed_after_it(copy: Copy) -> None:
     before, after = (copy.rlc("compile", "audited.rlf", "--print-after", name) for name in ("lengths", "audits"))
     assert "audit" in after and "audit" not in before.replace("audited", "")

@@ -55,6 +55,7 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["actor/loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_from_the_program_to_the_run(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     done = compiled(tiny, hub, tmp_path / "a", "lab/adapter", "lab/base")
     assert done.returncode == 0, done.stderr

@@ -71,6 +71,7 @@ def losses(out: Path) -> list[float]:
     return [line["actor/loss"] for line in read(out / "metrics.jsonl")]
 
 
+@pytest.mark.thorough
 def test_from_the_program_to_the_run(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     (tiny / "p.rlf").write_text(PROGRAM.format(rows='hf("lab/plain@v1", split="train"'))
     (tiny / "q.rlf").write_text(PROGRAM.format(rows='jsonl("data/train.jsonl"'))
@@ -132,6 +133,7 @@ def test_what_a_name_means(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     assert all(RECORDED.fullmatch(path) for path in found[:3])
 
 
+@pytest.mark.thorough
 def test_what_the_hub_does_not_give(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     cases = {
         ("lab/plain", "", ""): 'split="train"', ("lab/plain", "", "trian"): 'did you mean `split="train"`?',
@@ -161,6 +163,7 @@ except Failure as failure:
     assert done.stdout.startswith('RL0095 "lab/plain" cannot be read: Unrecognized instruction'), done.stderr
 
 
+@pytest.mark.thorough
 def test_a_pipe_gets_no_progress_of_the_library(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "p.rlf").write_text(PROGRAM.format(rows='hf("lab/plain", split="train"'))
     done = call(tiny, hub, tmp_path, *RLC, "compile", str(tmp_path / "p.rlf"), "-o", str(tmp_path / "p.plan"),

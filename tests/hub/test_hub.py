@@ -77,6 +77,7 @@ RLC = ("rldsl.cli",)
 RUN = ("rldsl.runtime.launch", "--nproc-per-node", "2", "-m", "rldsl.run")
 
 
+@pytest.mark.thorough
 def test_from_the_program_to_the_run(tiny: Path, hub: Hub, tmp_path: Path) -> None:
     (tiny / "p.rlf").write_text("cluster nodes=1 gpus=2\n" + PROGRAM.format(name="lab/tiny@v1")
                                 + "place actor.train on mesh(0:2) dp=2\n")

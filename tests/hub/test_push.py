@@ -101,6 +101,7 @@ def test_again_to_the_same_repository(tiny: Path, hub: Hub) -> None:
     assert len(hub.commits) == 2 and list(hub.folders) == ["me/learned"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("arguments", "token", "code", "words"), [
     (("run", "me/learned"), "hf_reads", "RL0095", "does not let you write"),
     (("run", "learned"), TOKEN, "RL0095", "write OWNER/NAME"),

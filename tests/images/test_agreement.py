@@ -69,6 +69,7 @@ def another_pixel(folder: Path) -> None:
     shutil.move(folder / "x.bmp", file)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change, said", [
     (lambda folder: None, ["", ""]),
     (another_pixel, ["RL0769 pictures/4_0.png an image of `scenes` (rows.jsonl:5) differs between rank 1 and rank 0", ""]),

@@ -119,6 +119,7 @@ def test_a_first_context_is_the_prompt_of_the_row(sources: list[Data]) -> None:
             t[:n].tolist() for t, n in zip(prompts.tokens, prompts.prompt_lens, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.numeric
 def test_every_layout_and_way_says_the_same(sources: list[Data], said: list[Any]) -> None:
     right = {x[0::2][:1] + (x[2],): x[3:6] for x in said if x[1] == "{} 0 keep"}

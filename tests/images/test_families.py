@@ -17,6 +17,7 @@ LIMIT = 1e-5
 LAYOUTS = [at(), at(tp=2), at(pp=2), at(dp=2), at(dp=2, zero=1), at(dp=2, zero=3), at(pp=2, vpp=2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", thorough_unless(lambda family: family in ("gemma3", "qwen2_vl"), MAKERS))
 def test_every_degree_that_is_offered(tmp_path, family):
     make(tmp_path / "m", family)

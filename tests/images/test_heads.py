@@ -19,6 +19,7 @@ from tests.backend_torch.test_train import share
 from tests.images.checks import SGD, Expected, inputs_of, model_of, pack, rows_of
 from tests.images.models import MAKERS, make
 from tests.images.pictures import data_of, make_rows, run_images
+from tests.samples import thorough_between
 from tests.world import run_world
 
 LIMIT = 1e-5
@@ -79,6 +80,7 @@ def check(rank: int, data: Any, kind: str, what: str, layouts: list[Layout], rig
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", MAKERS)
 @pytest.mark.parametrize("kind, what", HEADS)
 def test_heads_equal_transformers(tmp_path, family, kind, what):
@@ -113,7 +115,7 @@ def test_a_head_is_read_by_the_class_of_transformers(tmp_path):
         assert abs(float(found - score[0])) < LIMIT
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", thorough_between(MAKERS))
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path, family):
     """Log-probs of answers, with weights in bfloat16: ours and those of transformers against float32 numbers of the
     same weights; and the loss falls when it is trained."""

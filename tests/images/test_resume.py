@@ -48,6 +48,7 @@ def lines(folder: Path, *options: str) -> list[dict[str, float]]:
     return [{k: line[k] for k in names} for line in map(json.loads, (folder / "out/metrics.jsonl").read_text().splitlines())]
 
 
+@pytest.mark.thorough
 def test_a_run_with_lag_and_a_buffer_resumes_exactly(tmp_path):
     make_vision_model(tmp_path / "m", num_hidden_layers=2)
     make_rows(tmp_path, count=12)

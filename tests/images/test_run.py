@@ -56,11 +56,13 @@ def same(found, expected) -> None:
         assert {k: mine[k] for k in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.thorough
 def test_everything_learns(alone):
     assert alone[0]["score"] != 0 and abs(alone[0]["value"]) < 1e-6 < abs(alone[2]["value"])
     assert abs(alone[2]["gap"]) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_between(PLACEMENTS))
 def test_placement_changes_no_numbers(tiny, alone, tmp_path, name):
     same(run_program(HERE / "grpo_ppo.rlf", sets(tiny), tmp_path, PLACEMENTS[name], like=alone), alone)
@@ -126,7 +128,7 @@ def test_a_frozen_tower_does_not_change(tiny, tmp_path):
     assert changed and not any("visual" in n for n in changed)
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", thorough_between(MAKERS))
 def test_adapters_are_on_the_language_model(tiny, tmp_path, family):
     """As PEFT reads them on the model of transformers: its log-probs are ours after the training."""
     from peft import PeftModel

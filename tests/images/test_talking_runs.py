@@ -75,6 +75,7 @@ def same(mine: Mapping[str, float], theirs: Mapping[str, float]) -> None:
     assert mine["gap"] < 2e-5 and [mine[n] for n in names] == pytest.approx([theirs[n] for n in names], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.numeric
 def test_placements_say_and_learn_the_same(base: Path, alone: list[dict[str, float]]) -> None:
     assert len(alone) == 3 and all(line["gap"] < 2e-5 and line["turns"] > 1.2 for line in alone)
@@ -84,6 +85,7 @@ def test_placements_say_and_learn_the_same(base: Path, alone: list[dict[str, flo
             same(mine, theirs)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_is_the_undisturbed_one(base: Path, alone: list[dict[str, float]]) -> None:
     """On two ranks of dp, which say and learn what one rank does, too."""
     (base / "dp").mkdir()

@@ -54,6 +54,7 @@ def small(ranks: int, where: str) -> str:
         f"place {m} on mesh(0:{ranks}) {where}\n" for m in ("actor.train", "critic.train"))
 
 
+@pytest.mark.thorough
 def test_checkpoints_go_on_exactly_and_elsewhere(tiny: Path, tmp_path: Path) -> None:
     """From vpp=2 on two ranks: on the same bit for bit; with one chunk on each to the same numbers."""
     def plan(name: str, place: str) -> bytes:

@@ -46,6 +46,7 @@ CASES = [("qwen3", layers(5), "causal_lm", "logprobs", FIVE),
          ("qwen3", layers(5), "value_model", "values", [(1, 2, 2, 2, 0, 3)])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, overrides, kind, what, every", thorough_between(CASES), ids=["qwen3", "tied", "llama", "gemma", "values"])
 def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, every):
     path = str(make_model(tmp_path / "m", family=family, **overrides))

@@ -64,12 +64,14 @@ def alone(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.
     return request.param, run(model, tmp_path_factory.mktemp("alone"), request.param, place)
 
 
+@pytest.mark.thorough
 def test_staleness_is_the_lag(alone: tuple[int, Found]) -> None:
     lag, (_, metrics) = alone
     assert [line["age"] for line in metrics] == [lag] * (2 + lag)
     assert len({line["actor/loss"] for line in metrics}) == 2 + lag, "nothing is learned"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_between(PLACES))
 def test_every_placement_gives_the_same_bits(name: str, alone: tuple[int, Found], model: Path, tmp_path: Path) -> None:
     lag, expected = alone

@@ -155,6 +155,7 @@ def filled(text: str, lag: int, functions: str = "rewards_small.py", options: st
     return text.format(lag=lag, functions=functions, options=options, last=last)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("text", "lag", "places"), [
     (DYNAMIC, 2, ("apart", "pipelines")), (SELDOM, 1, ("pipelines",)), (SELDOM, 2, ("apart", "together"))],
     ids=["dynamic", "seldom", "older"])
@@ -167,6 +168,7 @@ def test_programs_are_the_same_on_every_placement(text: str, lag: int, places: t
         compare(run(tiny, tmp_path / name, filled(text, lag), PLACES[name], one), one)
 
 
+@pytest.mark.thorough
 def test_with_the_same_bits(tmp_path: Path) -> None:
     """With `invariant=training`: metrics and parameters after the last step."""
     model = make_model(tmp_path / "m", tie_word_embeddings=True, num_hidden_layers=2)
@@ -187,6 +189,7 @@ def test_with_the_same_bits(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lag", [1, 2])
 def test_dynamic_sampling_is_a_plain_loop(lag: int, tiny: Path, tmp_path: Path) -> None:
     """From the definition: batches are drawn from the policy after step s - 1 - lag until enough prompts are useful,
@@ -244,6 +247,7 @@ def plan(base: Path, name: str, text: str, place: str) -> bytes:
     return compile_program(base / f"{name}.rlf", {}, for_models(place, text), folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "text", "lag", "stops"), [
     ("dynamic", DYNAMIC, 1, (4,)), ("seldom", SELDOM, 2, (2, 4))])
 def test_a_stopped_run_resumes(name: str, text: str, lag: int, stops: tuple[int, ...], base: Path) -> None:
@@ -287,6 +291,7 @@ def kills(base: Path, count: int) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_killed_runs_resume(base: Path) -> None:
     assert not kills(base, 1)
 

@@ -43,6 +43,7 @@ def computed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
                                            "actor/grad_norm")} for line in found]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lag", [1, 2])
 def test_every_placement_and_order_of_answers_gives_the_same_bits(lag: int, tmp_path: Path) -> None:
     base, options = folder(tmp_path), ", invariant=training"
@@ -58,6 +59,7 @@ RESUMED = {"apart": placement(2, actor_generate="on mesh(0:1)", actor_train="on 
            "together": "cluster nodes=1 gpus=2\nplace *.* on mesh(0:2) dp=2\n"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_resumed_run_has_the_conversations_that_there_were(after: int, tmp_path: Path,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ def run(base: Path, model: Path, folder: Path, text: str, place: str, like: Metr
                                           "batch": 4, "samples": 2}, folder, place, like=like)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_step", ["", ", per_step=4"])
 @pytest.mark.parametrize("kind", ["experts", "adapters"])
 def test_a_step_is_that_of_one_rank(kind: str, per_step: str, tmp_path: Path) -> None:

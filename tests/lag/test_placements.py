@@ -62,6 +62,7 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Met
             for lag in (0, 1, 2)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "lag"), thorough_between([("colocated", 1), ("disjoint", 1), ("disjoint", 2), ("other_mesh", 2)]))
 def test_grpo_is_the_same_on_every_placement(name: str, lag: int, tiny: Path, alone: dict[int, Metrics],
                                              tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ def test_a_lag_changes_what_is_trained_on(alone: dict[int, Metrics]) -> None:
     assert losses[1][2] != losses[2][2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "lag"), thorough_between(MORE))
 def test_programs_are_the_same_on_every_placement(name: str, lag: int, tiny: Path, tmp_path: Path) -> None:
     text = PROGRAMS[name].replace("{lag}", str(lag))
@@ -98,6 +100,7 @@ def test_a_call_in_its_own_step(tiny: Path, tmp_path: Path) -> None:
     compare(run(tiny, tmp_path / "apart", text, GRPO["disjoint"], one), one)
 
 
+@pytest.mark.thorough
 def test_generation_below_training(tiny: Path, tmp_path: Path) -> None:
     """It runs ahead with the policy after the training of the turn, which is not the one above it; on one rank both use
     the trained copy, on others the copy is refreshed twice in a turn."""

@@ -86,6 +86,7 @@ def assert_equal_weights(model: torch.nn.Module, saved: Path) -> None:
             torch.testing.assert_close(held[name], parameter.detach(), rtol=0, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lag", [1, 2])
 def test_grpo(lag: int, base: Path, tmp_path: Path) -> None:
     metrics, steps = run(base, tmp_path, GRPO, lag)

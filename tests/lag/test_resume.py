@@ -22,6 +22,7 @@ from tests.checkpoint.runs import copy_first_steps, held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, everywhere, placement
 from tests.lag.programs import PROGRAMS
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 LAG = 2
@@ -82,6 +83,7 @@ def alike(base: Path, whole: Path) -> Path:
     return base / "alike"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Path, stopped: Path) -> None:
     """The last steps of a run generate nothing: a checkpoint holds fewer steps there."""
@@ -94,6 +96,7 @@ def test_it_goes_on_as_if_nothing_had_happened(after: int, base: Path, whole: Pa
     assert_same_end(out, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("other", ["one", "together"])
 def test_under_another_placement(other: str, base: Path, whole: Path, alike: Path) -> None:
     out = base / f"moved-{other}"
@@ -103,6 +106,7 @@ def test_under_another_placement(other: str, base: Path, whole: Path, alike: Pat
         assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", [2, 4])
 def test_what_runs_ahead_by_placement_alone_is_computed_again(after: int, base: Path) -> None:
     """A frozen reference on ranks of its own works a step ahead of those that train, with parameters that the host
@@ -141,7 +145,7 @@ def test_another_lag_is_refused(lag: int, base: Path, whole: Path) -> None:
     assert set(codes) == {"RL0762"}
 
 
-@pytest.mark.parametrize("after", [5, 4, 3])
+@pytest.mark.parametrize("after", thorough_between([5, 4, 3]))
 def test_more_steps_need_an_older_checkpoint(after: int, base: Path, whole: Path) -> None:
     """The last steps of a run generate nothing for the steps that follow."""
     (base / "longer.rlf").write_text((base / f"lag{LAG}.rlf").read_text().replace("steps=5", "steps=7"))

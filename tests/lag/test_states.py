@@ -103,6 +103,7 @@ def whole_run(base: Path, name: str) -> Path:
     return whole
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_stopped_run_resumes(name: str, base: Path) -> None:
     """After each step, as if nothing had happened; from another placement, to the same numbers."""

@@ -14,6 +14,7 @@ from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse
 from tests.end_to_end.test_invariance import HERE, placement
+from tests.samples import thorough_between
 from tests.tiny import make_all
 
 APART = placement(2, actor_generate="on mesh(0:1)", actor_train="on mesh(1:2)", ref_logprobs="on mesh(1:2)")
@@ -39,6 +40,7 @@ def sim(folder: Path, place: str, option: str, *more: str, text: str = "", comma
     return done.output
 
 
+@pytest.mark.thorough
 def test_on_disjoint_ranks(folder: Path) -> None:
     plain, late = (json.loads(sim(folder, "apart", option, "--json")) for option in ("", ", lag=1"))
     assert (plain["lag"], late["lag"]) == (0, 1) and late["seconds"] < plain["seconds"]
@@ -48,6 +50,7 @@ def test_on_disjoint_ranks(folder: Path) -> None:
     assert "shorter than without it" in sim(folder, "apart", ", lag=2")
 
 
+@pytest.mark.thorough
 def test_on_the_same_ranks(folder: Path) -> None:
     """Nothing is suggested that cannot help; a lag that was asked for is judged."""
     assert "lag=" not in sim(folder, "together", "") and json.loads(
@@ -64,6 +67,7 @@ def test_where_no_lag_is_allowed(folder: Path) -> None:
     assert "lag" not in sim(folder, "apart", "", text=text).replace("p.rlf", "").partition("critical path")[0]
 
 
+@pytest.mark.thorough
 def test_the_compiler_says_it_in_a_line(folder: Path) -> None:
     late = json.loads(sim(folder, "apart", ", lag=1", "--json"))
     said = sim(folder, "apart", ", lag=1", command="compile").splitlines()[-1]
@@ -102,7 +106,7 @@ def test_only_generation_loses_its_lag() -> None:
     assert [x.value for x in lags if isinstance(x, ast.Number)] == [1]
 
 
-@pytest.mark.parametrize("generate, train", [(100.0, 40.0), (40.0, 100.0), (70.0, 70.0)])
+@pytest.mark.parametrize("generate, train", thorough_between([(100.0, 40.0), (40.0, 100.0), (70.0, 70.0)]))
 def test_with_known_durations_only_the_schedule_is_left(folder: Path, generate: float, train: float) -> None:
     """With a lag a step takes as long as the longer side, without as long as both: whatever the calls take, as
     measured, is not predicted again."""
@@ -137,6 +141,7 @@ flow run(steps=20, seed=7) {
 BLOCKS = placement(2, **{"*_generate": "on mesh(0:1)", "*_train": "on mesh(1:2)"})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("period", "lag", "seconds"), [
     (4, 0, 20 + (100 + 60) / 4),  # one after the other
     (4, 1, 10 + (100 + 60) / 4),  # in consecutive turns, each beside an ordinary step
@@ -158,6 +163,7 @@ def test_the_parts_of_a_block_run_in_turns_of_their_own(folder: Path, period: in
     assert f"every {period} steps" in (said := sim(folder, "blocks", option, *given, text=text)) and "average" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("block", "left_out"), [("every 4", True), ("after 1", False)])
 def test_the_charts_of_a_report_name_what_they_leave_out(block: str, left_out: bool, folder: Path) -> None:
     (folder / "blocks.rlf").write_text(BLOCKS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rldsl import api
+from tests.samples import thorough_between
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/algorithms.md").read_text()
@@ -87,7 +88,7 @@ def mistakes(call: str, folder: Path) -> list[str]:
     return [f"{d.code} {d.title}" for d in api.check(program(call), str(folder / "page.rlf"))]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", thorough_between(CALLS))
 def test_the_call_compiles(call: str, tmp_path: Path) -> None:
     assert mistakes(call, tmp_path) == []
 

@@ -12,6 +12,7 @@ import pytest
 from rldsl import api
 from rldsl.plan.codec import encode
 from tests.library.example_data import make_data, small
+from tests.samples import thorough_between
 from tests.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("name", [p.stem for p in EXAMPLES])
+@pytest.mark.parametrize("name", thorough_between([p.stem for p in EXAMPLES]))
 def test_it_runs_two_steps(results: dict[str, list[dict[str, float]] | str], name: str) -> None:
     found = results[name]
     assert not isinstance(found, str), found

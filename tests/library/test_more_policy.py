@@ -14,6 +14,7 @@ from tests.library.more_systems import MORE
 from tests.library.systems import BATCH, data, table
 from tests.library.test_algorithms_page import LOSSES
 from tests.library.test_page_calls import modules, outputs
+from tests.samples import thorough_between
 
 TIGHT = dict(rtol=1e-10, atol=1e-10)
 OBJECTIVES = [c for c in MORE if c.partition("(")[0] in LOSSES]
@@ -22,7 +23,7 @@ ADVANTAGES = [c for c in MORE if c not in OBJECTIVES]
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("mbs", [1, 2, 7])
-@pytest.mark.parametrize("call", OBJECTIVES)
+@pytest.mark.parametrize("call", thorough_between(OBJECTIVES))
 def test_shards_and_micro_batches_change_nothing(call: str, mbs: int, dp: int) -> None:
     given = data(BATCH)
     x = given["x"].data.clone().requires_grad_(True)  # type: ignore[union-attr]

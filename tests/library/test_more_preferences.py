@@ -29,6 +29,7 @@ from tests.library.test_preference import (
     sums,
     wpo,
 )
+from tests.samples import thorough_between
 
 TIGHT = dict(rtol=1e-10, atol=1e-10)
 SCORES = {  # the derivative of f at a ratio t = exp(x): Wang et al. 2023
@@ -126,7 +127,7 @@ def test_value_and_gradient_are_the_papers(name: str, edge: str) -> None:
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("mbs", [1, 2, 7])
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", thorough_between(MORE))
 def test_shards_and_micro_batches_change_nothing(name: str, dp: int, mbs: int) -> None:
     case = MORE[name]
     b = batch_of(case, seed=2)

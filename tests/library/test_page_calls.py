@@ -15,6 +15,7 @@ from tests.library.harness import Batch, Given, run_fn, run_loss
 from tests.library.more_systems import SYSTEMS
 from tests.library.systems import BATCH, LONG, Table, data, means, sums, table
 from tests.library.test_algorithms_page import CALLS, EXPORTS, LOSSES
+from tests.samples import thorough_between
 
 TIGHT = dict(rtol=1e-10, atol=1e-10)
 DRAWN = "clip_cov_tokens(old, adv, share=2e-4, low=1, high=5)"  # by chance: a test of its own
@@ -28,7 +29,7 @@ def modules(call: str) -> str:
     return " ".join(sorted({f"std.{EXPORTS[w]}" for w in EXPORTS if f"{w}(" in call})) or "std.ppo"
 
 
-@pytest.mark.parametrize("call", SYSTEMS)
+@pytest.mark.parametrize("call", thorough_between(SYSTEMS))
 def test_the_call_gives_the_number_of_the_system(call: str) -> None:
     b = LONG if "overlong" in call else BATCH
     given = data(b)

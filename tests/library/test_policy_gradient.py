@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.library.harness import Batch, Done, Given, run_loss
+from tests.samples import thorough_between
 
 TIGHT = dict(rtol=1e-10, atol=1e-10)
 BATCHES = {
@@ -275,7 +276,7 @@ CASES = [
 NAMED = {c.name: c for c in CASES}
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", thorough_between(BATCHES))
 @pytest.mark.parametrize("name", NAMED)
 def test_value_and_gradient_are_those_of_the_formula(name: str, batch: str) -> None:
     case, rows = NAMED[name], BATCHES[batch]
@@ -285,7 +286,7 @@ def test_value_and_gradient_are_those_of_the_formula(name: str, batch: str) -> N
     torch.testing.assert_close(next(iter(done.grads.values())), grad, **TIGHT)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", thorough_between(NAMED))
 def test_shards_and_micro_batches_change_nothing(name: str) -> None:
     case, rows = NAMED[name], BATCHES["ragged"]
     whole = ours(case, rows)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rldsl.diag import Failure
 from tests.library.harness import Batch, Given, run_fn, run_loss
+from tests.samples import thorough_between
 
 TIGHT = dict(rtol=1e-10, atol=1e-10)
 W, L = "pair.chosen", "pair.rejected"
@@ -253,7 +254,7 @@ def agree(case: Case, b: Batch, fresh: dict[str, Given], data: dict[str, Given |
         torch.testing.assert_close(done.grads[name], grad, **TIGHT)
 
 
-@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("edge", thorough_between(EDGES))
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradient_are_the_papers(name: str, edge: str) -> None:
     case = CASES[name]
@@ -271,7 +272,7 @@ def test_more_ragged_batches(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("mbs", [1, 2, 7])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thorough_between(CASES))
 def test_shards_and_micro_batches_change_nothing(name: str, dp: int, mbs: int) -> None:
     case = CASES[name]
     b = batch_of(case)

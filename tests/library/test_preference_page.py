@@ -12,6 +12,7 @@ from tests.library.test_algorithms_page import EXPORTS, LOSSES, PAGE
 from tests.library.test_listwise import CALLS
 from tests.library.test_more_preferences import MORE
 from tests.library.test_preference import ALONE, CASES, DISTRIBUTIONS, PEERS, ROWS
+from tests.samples import thorough_between
 
 SECTION = PAGE.partition("## Supervised and preference")[2].partition("\n## ")[0]
 SHOWN = list(dict.fromkeys(re.findall(r"^\| [^|]+ \| `([^`]+)` \|", SECTION, re.M)))
@@ -77,7 +78,7 @@ flow f(steps=1) {{
 LOSS_CALLS = [c for c in SHOWN if c.partition("(")[0] in LOSSES and "win_rate" not in c]
 
 
-@pytest.mark.parametrize("call", LOSS_CALLS)
+@pytest.mark.parametrize("call", thorough_between(LOSS_CALLS))
 def test_the_call_compiles(call: str, tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text("def margin(rows):\n    return [0.0] * len(rows)\n")
     assert [f"{d.code} {d.title}" for d in api.check(program(call), str(tmp_path / "page.rlf"))] == []

@@ -152,6 +152,7 @@ def test_12_moments_are_part_of_the_program(run: Metrics) -> None:
     assert [line["m"] for line in run] == [2, 4, 8]
 
 
+@pytest.mark.thorough
 def test_12_a_resumed_run_has_its_states(tmp_path: Path) -> None:
     """12. ... and after recovery it is what it was: three steps at once, or two and one."""
     sets = {"base": str(make_model(tmp_path / "base")), "rows": str(write_jsonl(tmp_path / "p.jsonl", make_sums(64)))}

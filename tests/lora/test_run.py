@@ -65,11 +65,13 @@ def same(mine: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
         assert {k: a[k] for k in computed} == pytest.approx({k: b[k] for k in computed}, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.thorough
 def test_training_changes_something_and_begins_at_the_base(alone: Path) -> None:
     first, _, last = lines(alone)
     assert abs(first["kl"]) < 1e-6 and abs(last["kl"]) > 1e-2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", thorough_between([TWO, FOUR, APART]), ids=["two", "four", "apart"])
 def test_placement_changes_no_numbers(alone: Path, tiny: Path, tmp_path: Path, place: str) -> None:
     assert set(run(plan(tiny, tmp_path / "plan", place), tmp_path, like=alone)) == {""}
@@ -206,6 +208,7 @@ def test_damaged_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- resuming
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_exactly(tiny: Path, tmp_path: Path) -> None:
     """Under the same placement bit for bit; under another, equal. A checkpoint holds adapters only."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"

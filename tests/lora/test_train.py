@@ -96,6 +96,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_between(CASES))
 def test_steps_equal_one_process(tmp_path, name):
     family, overrides, kind, what, lora, layouts = CASES[name]

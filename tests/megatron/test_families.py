@@ -115,6 +115,7 @@ def one_memory(shard: Any) -> bool:
     return len(inside) > 4 and all(bool((p == 7.0).all()) for p in inside)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_unless(lambda name: name in ("qwen3", "qwen3_moe"), LAYOUTS))
 def test_numbers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     path, layouts = make(tmp_path, name), LAYOUTS[name]

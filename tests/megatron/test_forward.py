@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+import pytest
+
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout
 from tests.backend_torch.shards import pack, plan_model
@@ -50,6 +52,7 @@ def samples(rank: int, path: str, layouts: list[Layout], sampling: Sampling) -> 
     return found
 
 
+@pytest.mark.thorough
 def test_samples_are_those_of_the_torch_backend(tmp_path: Path) -> None:
     from tests.backend_torch.test_forward import _generations
 

@@ -48,6 +48,7 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> Any:
     return torch_calls.recorded(rank, data, out, here)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("degrees, more", [("tp=2 pp=2", ""), ("dp=2 pp=2", "vpp=2")])
 def test_calls_issue_what_is_written_down(degrees: str, more: str, tmp_path: Path) -> None:
     with folder() as here:

@@ -178,6 +178,7 @@ def near(found: list[Any]) -> None:
 LAYOUTS = [at(), at(tp=2), at(dp=2, zero=1)]
 
 
+@pytest.mark.thorough
 def test_numbers_with_transformer_engine(tmp_path: Path) -> None:
     paths = {name: make(tmp_path, name) for name in ("qwen3", "llama", "mixtral")}
     cases = [(path, [*LAYOUTS, *([at(dp=2, ep=2)] if name == "mixtral" else [])], False)
@@ -201,6 +202,7 @@ def test_numbers_with_transformer_engine(tmp_path: Path) -> None:
         assert all(mine == pytest.approx(theirs, rel=1e-2) for mine, theirs in zip(norms, plain, strict=True))
 
 
+@pytest.mark.thorough
 def test_numbers_with_apex_and_flash_attn(tmp_path: Path) -> None:
     paths = {name: make(tmp_path, name) for name in ("qwen3", "mistral", "llama", "mixtral")}
     layouts = {"qwen3": [at(), at(tp=2), at(cp=2), at(dp=2, zero=1)], "mistral": [at(), at(cp=2)], "llama": [at()],
@@ -218,6 +220,7 @@ def test_numbers_with_apex_and_flash_attn(tmp_path: Path) -> None:
     assert all("torch.bfloat16" in call for call in halves[1]["attention"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("titles", [(TE,), (AX,)])
 def test_layers_that_run_again_add_once(titles: tuple[str, ...], tmp_path: Path) -> None:
     for apart, gone in run_world(2, recomputed, titles, make(tmp_path, "mixtral")):

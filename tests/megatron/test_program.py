@@ -30,6 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=2)
 
 
+@pytest.mark.thorough
 def test_grpo_is_the_same_on_megatron(tiny: Path, tmp_path: Path) -> None:
     """The example, with a reward that a random model can earn."""
     needed()
@@ -48,6 +49,7 @@ def test_grpo_is_the_same_on_megatron(tiny: Path, tmp_path: Path) -> None:
     assert len(drawn) == 3 * 2 * 8 and sampled == drawn
 
 
+@pytest.mark.thorough
 def test_ppo_is_the_same_on_megatron(tiny: Path, tmp_path: Path) -> None:
     needed()
     sets = {"base": str(tiny / "models/sft"), "rm": str(tiny / "models/rm"), "rows": str(tiny / "data/prompts.jsonl"),
@@ -120,6 +122,7 @@ def on_one(rank: int, *given: Any) -> str:
     return runs._rank(rank, *given)
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_under_the_other_backend(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, moments, averages and the schedule: three steps on Megatron and three on torch are six on torch."""
     needed()

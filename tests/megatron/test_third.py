@@ -75,6 +75,7 @@ def test_it_has_what_the_protocol_asks_for() -> None:
     assert asked - set(vars(Plain)) == {"generate", "converse", "top"} and callable(build)
 
 
+@pytest.mark.thorough
 def test_it_trains_as_the_others_do(tmp_path: Path) -> None:
     tiny = make_all(tmp_path / "tiny", tie_word_embeddings=True, num_hidden_layers=2)
     sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}

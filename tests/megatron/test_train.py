@@ -17,12 +17,14 @@ from tests.backend_torch.steps import check, run
 from tests.backend_torch.test_train import OPTIONS, ROWS, UPDATES
 from tests.megatron.shards import layout_of as at
 from tests.megatron.shards import make, needed, on_cpu, shard_of
+from tests.samples import thorough_between
 from tests.world import run_world
 
 needed()
 SOME = [at(tp=2, pp=2), at(dp=2, cp=2), at(dp=2, pp=2, zero=1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, kind, what, layouts", [
     ("qwen3", "causal_lm", "logprobs", SOME), ("qwen2", "causal_lm", "logprobs", SOME[:1]),
     ("linear", "value_model", "values", SOME[:1]), ("qwen3_moe", "causal_lm", "logprobs", [at(dp=2, tp=2, ep=2)])])
@@ -44,6 +46,7 @@ def halves(rank: int, path: str, layouts: list[Layout]) -> list[Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_halves_are_those_of_the_torch_backend(tmp_path: Path) -> None:
     """Matrices multiply in half precision; gradients and parameters are float32."""
     path = make(tmp_path, "qwen3")
@@ -69,7 +72,7 @@ def copied(rank: int, path: str, layouts: list[Layout]) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mixtral"])  # two of them with biases
+@pytest.mark.parametrize("name", thorough_between(["qwen3", "qwen2", "llama", "mixtral"]))  # two of them with biases
 def test_a_copy_in_half_precision_computes_as_its_home(name: str, tmp_path: Path) -> None:
     assert run_world(2, copied, make(tmp_path, name), [at(), at(tp=2)]) == [[True, True], [True]]
 

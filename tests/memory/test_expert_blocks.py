@@ -35,6 +35,7 @@ CASES = (("gpt_oss", MANY), ("gpt_oss", HALF), ("gpt_oss", ADAPTERS),
 SHOWN = {("gpt_oss", "many rows"), ("llama4_text", "pp=2")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, case", thorough_unless(lambda family, case: (family, case.name) in SHOWN, CASES), ids=[f"{f}, {c.name}" for f, c in CASES])
 def test_estimates_are_within_the_gate(family: str, case: Case, tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +56,7 @@ def test_each_kind_of_layer_has_a_trial(tmp_path: Path) -> None:
     assert half.saved < full.saved and full.forward < full.outputs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
 def test_experts_of_the_known_form_have_none(family: str, tmp_path: Path) -> None:
     assert describe(make(tmp_path / "m", family), "causal_lm").expert_blocks == ()

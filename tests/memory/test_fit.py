@@ -24,6 +24,7 @@ from rldsl.search.settings import on_all_ranks
 from rldsl.source import SourceFile
 from tests.compiler.graphs import at, family, on, ppo
 from tests.frames import resized
+from tests.samples import thorough_between
 
 
 def wide(path: str = "sft", kind: str = "causal_lm", span=None, trained: bool = False):
@@ -74,7 +75,7 @@ def followed(x: PlacedGraph, d: Diagnostic) -> int:
     return needs(place_graph(replace(x.graph, rules=rules), "", wide))
 
 
-@pytest.mark.parametrize("share", [0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+@pytest.mark.parametrize("share", thorough_between([0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4]))
 @pytest.mark.parametrize("count", [16, 256])
 def test_the_fix_fits(share: float, count: int) -> None:
     x = placed(share, count)
@@ -103,6 +104,7 @@ def test_recomputation_where_micro_batches_are_small_already() -> None:
     assert "recompute=full" in refused(x).help and "mbs" not in refused(x).help
 
 
+@pytest.mark.thorough
 def test_where_nothing_fits_the_least_is_said() -> None:
     x = placed(0.05)
     d = refused(x)
@@ -113,6 +115,7 @@ def test_where_nothing_fits_the_least_is_said() -> None:
     assert MemoryAdvisor(replace(x, memory=least.bytes // 8)).best() is None
 
 
+@pytest.mark.thorough
 def test_more_devices_that_would_do() -> None:
     x = placed(0.08)
     assert MemoryAdvisor(x).best() is None
@@ -138,6 +141,7 @@ def test_the_quick_bound_of_a_trial_is_what_it_needs_without_the_buffers_of_real
     assert 0 < equal
 
 
+@pytest.mark.thorough
 def test_bisection_finds_the_smallest_number_of_nodes() -> None:
     for share in (0.05, 0.08, 0.12):
         advisor = MemoryAdvisor(x := placed(share))

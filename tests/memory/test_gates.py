@@ -17,6 +17,7 @@ from rldsl.models.vision import auto_class
 from rldsl.models.trials import is_gated_product
 from tests.backend_torch.shards import layout_of, plan_model
 from tests.families.tiny_configs import make
+from tests.samples import thorough_between
 from tests.tiny import make_model
 
 
@@ -54,7 +55,7 @@ def test_a_module_that_raises_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_gated_product(_meta())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "glm4", "falcon_h1", "mixtral"])
+@pytest.mark.parametrize("family", thorough_between(["llama", "gemma3_text", "deepseek_v3", "glm4", "falcon_h1", "mixtral"]))
 def test_a_description_knows_what_the_backend_replaces(family: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 

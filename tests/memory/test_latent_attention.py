@@ -21,7 +21,7 @@ from tests.backend_torch.shards import layout_of, plan_model
 from tests.families.tiny_configs import make
 from tests.memory.estimates import compare_with_run
 from tests.memory.plans import Case, on
-from tests.samples import thorough_unless
+from tests.samples import thorough_between, thorough_unless
 from tests.tiny import make_model
 
 HEADS: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32)
@@ -56,9 +56,9 @@ def model_of(family: str, folder: Path, dtype: str = "float32", trained: bool = 
     return replace(made, sizes=sizes_of(describe(path, "causal_lm")))
 
 
-@pytest.mark.parametrize("family, right", [
+@pytest.mark.parametrize("family, right", thorough_between([
     ("deepseek_v3", Latent(96, 64, 16, 32, 1)), ("minicpm3", Latent(96, 64, 16, 32, 1)),
-    ("longcat_flash", Latent(16, 16, 8, 8, 2)), ("glm4_moe", None), ("llama", None), ("falcon_h1", None)])
+    ("longcat_flash", Latent(16, 16, 8, 8, 2)), ("glm4_moe", None), ("llama", None), ("falcon_h1", None)]))
 def test_latent_attention_is_known_by_its_matrices(family: str, right: Latent | None, tmp_path: Path) -> None:
     """LongCat's layers have it twice."""
     model = model_of(family, tmp_path)

@@ -30,6 +30,7 @@ def small(case: Case) -> Case:
     return replace(case, response=min(case.response, 12), prompt=min(case.prompt, 48))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_unless(SHOWN.__contains__, SMALL))
 def test_estimates_are_within_the_gate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every rank: the peak of the run, and what each call, save and reallocation holds while it runs."""

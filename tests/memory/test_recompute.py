@@ -14,6 +14,7 @@ from rldsl.plan.model import Optimizer
 from tests.backend_torch.shards import pack, plan_model, ragged
 from tests.backend_torch.test_forward import _partial
 from tests.compiler.graphs import family, on, ppo
+from tests.samples import thorough_between
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -54,6 +55,7 @@ def _train(shard, mine, dp, recompute):
     return losses, norms, {n: t.clone() for n, t in shard.state_dict().items()}
 
 
+@pytest.mark.thorough
 def test_nothing_changes_on_any_layout(tmp_path: Path) -> None:
     path = str(make_model(tmp_path / "m"))
     for found in run_world(4, _both_ways, path, LAYOUTS, "float32"):
@@ -61,9 +63,9 @@ def test_nothing_changes_on_any_layout(tmp_path: Path) -> None:
             assert losses and norms and worst == 0.0, layout
 
 
-@pytest.mark.parametrize("kind, overrides, dtype, layouts", [
+@pytest.mark.parametrize("kind, overrides, dtype, layouts", thorough_between([
     ("gpt2", {}, "float32", [(1, 1, 1)]), ("llama", dict(attention_bias=True, mlp_bias=True), "float32", [(1, 2, 1)]),
-    ("gemma", dict(head_dim=8), "float32", [(1, 1, 2)]), ("qwen3", {}, "bfloat16", [(1, 1, 1), (1, 2, 1)])])
+    ("gemma", dict(head_dim=8), "float32", [(1, 1, 2)]), ("qwen3", {}, "bfloat16", [(1, 1, 1), (1, 2, 1)])]))
 def test_other_families_and_autocast(tmp_path: Path, kind: str, overrides: dict, dtype: str, layouts: list) -> None:
     path = str(make_model(tmp_path / "m", family=kind, **overrides))
     for found in run_world(2, _both_ways, path, layouts, dtype):

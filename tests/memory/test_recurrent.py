@@ -20,7 +20,7 @@ from rldsl.plan.model import Growth
 from tests.families.tiny_configs import make, tiny_config
 from tests.memory.estimates import compare_with_run
 from tests.memory.plans import GRPO, Case, on
-from tests.samples import thorough_unless
+from tests.samples import thorough_between, thorough_unless
 from tests.tiny import make_model, write_jsonl
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -41,6 +41,7 @@ CASES = (*((family, shape) for family in SIZES for shape in (FEW, MANY)),
 SHOWN = {("qwen3_next", "few rows"), ("mamba2", "half")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, case", thorough_unless(lambda family, case: (family, case.name) in SHOWN, CASES), ids=[f"{f}, {c.name}" for f, c in CASES])
 def test_estimates_are_within_the_gate(family: str, case: Case, tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_estimates_are_within_the_gate(family: str, case: Case, tmp_path: Path,
 STATES = ("bamba", "lfm2", "qwen3_5_text", "zaya")
 
 
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("family", thorough_between(STATES))
 def test_every_family_with_states_has_a_trial(family: str, tmp_path: Path) -> None:
     """Of each layer with a state, in both sizes of an element."""
     found = describe(make(tmp_path / "m", family), "causal_lm").recurrences
@@ -69,6 +70,7 @@ def test_a_model_without_states_has_none(tmp_path: Path) -> None:
     assert describe(str(make_model(tmp_path / "m")), "causal_lm").recurrences == ()
 
 
+@pytest.mark.thorough
 def test_chunks_are_found(tmp_path: Path) -> None:
     """The delta rule works on 64 tokens at a time, Mamba's second version on as many as its config says, and its first
     on one."""

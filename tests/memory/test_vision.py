@@ -20,12 +20,13 @@ from rldsl.plan.projection import event_paths
 from tests.images.models import MAKERS, make
 from tests.memory.accounting import measured
 from tests.memory.vision import vision_program
-from tests.samples import thorough_unless
+from tests.samples import thorough_between, thorough_unless
 from tests.tiny import make_model
 
 GATE = 0.10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, freeze, kernels", thorough_unless(
     lambda family, freeze, _: family == "gemma3" and not freeze, [
         ("gemma3", False, True), ("gemma3", True, True), ("qwen2_5_vl", False, True), ("qwen2_5_vl", True, True),
@@ -64,7 +65,7 @@ def within_the_gate(plan: Plan, tmp_path: Path, kernels: bool) -> None:
     assert left_out(plan) == ()
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", thorough_between(MAKERS))
 def test_every_tower_has_a_trial(family: str, tmp_path: Path) -> None:
     """In both sizes of an element; half precision keeps less."""
     whole, half = describe(str(make(tmp_path / "m", family)), "causal_lm").towers
@@ -73,6 +74,7 @@ def test_every_tower_has_a_trial(family: str, tmp_path: Path) -> None:
     assert (whole.gates > half.gates > 0) == (family == "qwen2_5_vl")  # of whose tower alone MLPs have gates
 
 
+@pytest.mark.thorough
 def test_more_layers_keep_more(tmp_path: Path) -> None:
     few, more = (describe(str(make_vision_model(tmp_path / str(n), tower=dict(depth=n))), "causal_lm").towers[0].saved
                  for n in (2, 4))

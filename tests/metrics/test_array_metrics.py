@@ -62,6 +62,7 @@ def test_what_is_logged_is_what_the_samples_say(place: Path) -> None:
         assert [(r["row"], r["reward"]) for r in best] == [(m["row"], m["reward"]) for m in kept[:3]]
 
 
+@pytest.mark.thorough
 def test_no_placement_changes_them(place: Path) -> None:
     run(plan(place, text=ARRAYS), place / "one")
     for name, where in (("two", TWO), ("four", FOUR)):

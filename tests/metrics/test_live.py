@@ -155,6 +155,7 @@ def on_terminal(place: Path, *options: str, out: str = "out", steps: int = 3) ->
     return process.exitcode, found.decode()
 
 
+@pytest.mark.thorough
 def test_a_run_on_a_terminal(place: Path) -> None:
     code, shown = on_terminal(place, steps=60)  # longer than a few pictures take
     assert code == 0, shown

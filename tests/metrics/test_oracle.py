@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.metrics.program import lines, plan
+from tests.samples import thorough_between
 from tests.world import run_world
 
 HEAD = """
@@ -195,7 +196,7 @@ def tokens(rows: list[Rows], responses: bool = False) -> int:
     return sum(r if responses else p + r for call in rows for p, r in call.rows)
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", thorough_between(PLACES))
 @pytest.mark.parametrize("case", CASES)
 def test_builtin_metrics_are_what_the_rows_say(case: str, where: str, place: Path) -> None:
     heldout = (place / "data/prompts.jsonl").read_text().splitlines()[:10]

@@ -42,6 +42,7 @@ def lines(out: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in ("step", "reward", "actor/loss", "actor/grad_norm")} for line in made]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("steps", "recorded"), [(1, 1), (9, 3)])
 def test_the_ranges_are_the_events_of_the_steps(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 steps: int, recorded: int) -> None:

@@ -51,6 +51,7 @@ def test_the_usual_metrics_of_one_rank(place: Path) -> None:
     assert shown[0].split("  ")[1].startswith("reward ") and "tokens/s" in shown[0]
 
 
+@pytest.mark.thorough
 def test_two_ranks_move_bytes_and_compute_the_same(place: Path) -> None:
     run(plan(place), place / "one")
     data = plan(place, TWO)
@@ -155,6 +156,7 @@ def test_a_failed_run_says_so(place: Path) -> None:
     assert (held["state"], held["step"]) == ("failed", 1) and held["ended"]
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_keeps_lines_samples_and_record(place: Path) -> None:
     text = TEXT.replace("metric length", "checkpoint every 2 keep=3\n  metric length")
     whole = plan(place, text=text, steps=4)
@@ -173,6 +175,7 @@ def test_a_run_that_goes_on_keeps_lines_samples_and_record(place: Path) -> None:
     assert held["started"] == started and len(held["resumed"]) == 1 and held["state"] == "finished"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", ["data/prompts.jsonl", "rewards.py"])
 def test_an_earlier_run_stays_until_the_new_one_is_sound(place: Path, tiny: Path, broken: str) -> None:
     """And torchrun starts it as a new one again, since it has not begun."""

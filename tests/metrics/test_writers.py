@@ -92,6 +92,7 @@ def test_histograms_are_those_of_tensorboard(tmp_path: Path) -> None:
     assert (value.min, value.max, value.num, value.sum) == (-1.0, 1.0, 4.0, -1.0)
 
 
+@pytest.mark.thorough
 def test_histograms_are_those_of_wandb(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     writer = Wandb(tmp_path, 1, "offline", LABELS)

@@ -28,6 +28,7 @@ from tests.backend_torch.shards import pack, plan_model, shard_of
 from tests.end_to_end.programs import run_program
 from tests.families.tiny_configs import make
 from tests.moe.test_router_bias import PROGRAM, ROWS, SGD, biases
+from tests.samples import thorough_between
 from tests.tiny import make_sums, write_jsonl
 from tests.world import run_world
 
@@ -53,10 +54,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 # ------------------------------------------------------------------------------------------- what a family says
 
 
-@pytest.mark.parametrize("family, kept", [
+@pytest.mark.parametrize("family, kept", thorough_between([
     ("deepseek_v3", (BIAS,)), ("glm4_moe", (BIAS,)), ("hy_v3", (BIAS,)), ("nemotron_h", (BIAS,)),
     ("lfm2_moe", ("expert_bias",)), ("ernie4_5_moe", (BIAS, "gate.weight")), ("hunyuan_v1_moe", ("wg.weight",)),
-    ("olmo_hybrid", ("A_log",)), ("minimax_m2", ()), ("longcat_flash", ()), ("gpt_oss", ()), ("llama", ())])
+    ("olmo_hybrid", ("A_log",)), ("minimax_m2", ()), ("longcat_flash", ()), ("gpt_oss", ()), ("llama", ())]))
 def test_what_is_kept_is_what_transformers_loads_in_float32(family: str, kept: tuple[str, ...], tmp_path: Path) -> None:
     """By a family's list of names (DeepSeek-V3), or because its code makes them so (LFM2, Hunyuan). Lists that count in
     float16 alone (gpt-oss, LongCat-Flash) do not; MiniMax-M2's biases are in half precision there, too."""
@@ -95,6 +96,7 @@ def test_a_copy_in_half_precision_has_the_biases_of_transformers(path: str) -> N
 # --------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.thorough
 def test_a_bias_at_one_moves_by_a_thousandth_in_half_precision(path: str) -> None:
     """Twenty steps, as float32 numbers move by the loads of the experts. A number of bfloat16 near 1 is off by up to
     0.004, and would not move in the first."""
@@ -163,6 +165,7 @@ def test_copies_under_other_layouts_get_them_bit_for_bit(path: str) -> None:
         assert equal, f"{name} under {layout}"
 
 
+@pytest.mark.thorough
 def test_a_run_moves_and_saves_them_as_they_are(tmp_path: Path) -> None:
     """A model that follows the trained one, in half precision and on another mesh: its file has the trained biases, and
     everything else rounded."""

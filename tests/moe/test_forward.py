@@ -20,6 +20,7 @@ from tests.backend_torch.shards import layout_of as at
 from tests.backend_torch.shards import pack, plan_model, shard_of
 from tests.backend_torch.test_forward import ROWS, reference
 from tests.moe.shards import FAMILIES, make
+from tests.samples import thorough_between
 from tests.world import run_world
 
 LAYOUTS = [at(), at(tp=2), at(dp=4, ep=4), at(dp=4, ep=2), at(dp=2, tp=2, ep=2), at(dp=2, pp=2, ep=2)]
@@ -48,7 +49,7 @@ def forwards(rank: int, path: str, layouts: list[Layout]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", thorough_between(FAMILIES))
 def test_logprobs_equal_transformers(directories, name):
     expected = reference(directories[name], 0.7).split([len(r) for _, r in ROWS])
     for x, rows, result in (found for rank in run_world(4, forwards, directories[name], LAYOUTS) for found in rank):
@@ -70,6 +71,7 @@ def generations(rank: int, path: str, samplings: list[tuple[Sampling, int]]) -> 
     return found
 
 
+@pytest.mark.thorough
 def test_generation_equals_transformers_and_does_not_depend_on_the_layout(directories):
     from transformers import AutoModelForCausalLM
 
@@ -120,6 +122,7 @@ def copies(rank: int, path: str) -> list[tuple[Layout, bool, bool]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [24, 12])
 def test_a_copy_of_experts_computes_what_its_home_does(tmp_path, width):
     """Bit by bit, with one kernel for all experts and, where it cannot read them, one after the other."""

@@ -72,6 +72,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return {k: t for file in config.parent.glob("*.safetensors") for k, t in load_file(file).items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model, ranks, train, other", [
     ("mixtral", 2, "dp=2 ep=2", ""),
     ("mixtral", 4, "dp=2 tp=2 ep=2 zero=3 recompute=full", "dp=4 ep=4 mbs=2"),
@@ -107,6 +108,7 @@ def plan(tiny: Path, folder: Path, place: str) -> bytes:
     return compile_program(SMALL, sets(tiny, "mixtral", steps=3), place, folder)
 
 
+@pytest.mark.thorough
 def test_checkpoints_go_on_exactly_and_elsewhere(tiny, tmp_path):
     home = small(2, "dp=2 ep=2")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -124,6 +124,7 @@ def steps(rank: int, path: str, layouts: Sequence[Layout], right: Named, loads: 
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, layouts, passes, shared", [
     ("deepseek_v3", LAYOUTS, 2, False), ("deepseek_v3", [at(), at(dp=2)], 1, True),
     ("minimax_m2", [at(), at(dp=2, ep=2)], 3, True), ("ernie4_5_moe", [at(), at(tp=2)], 2, False),
@@ -203,6 +204,7 @@ def test_runs_save_the_same_biases_under_every_placement(root, tmp_path):
     assert all(torch.equal(x, stored[name]) for name, x in biases(folder).items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", ["", ', dtype="bfloat16"'], ids=["float32", "bfloat16"])
 def test_a_resumed_run_goes_on_with_the_biases_of_its_checkpoint(more, root, tmp_path):
     path = program(root, tmp_path, more=more)

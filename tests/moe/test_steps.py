@@ -28,6 +28,7 @@ CASES = [("mixtral", "causal_lm", "logprobs", MIXTRAL), ("qwen3_moe", "causal_lm
          ("shared", "value_model", "values", [at(tp=2), at(dp=2, ep=2)])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, kind, what, every", thorough_between(CASES), ids=[c[0] for c in CASES])
 def test_steps_equal_one_process(tmp_path, name, kind, what, every):
     """The last step has one row: all shards but one have none, and still serve its tokens."""

@@ -35,6 +35,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return {name: [x for x in cell.outputs if x.output_type != "stream"] for name, cell in zip(CELLS, book.cells)}
 
 
+@pytest.mark.thorough
 def test_cells_hold_text_html_and_pictures(outputs: dict[str, list[Any]]) -> None:
     assert outputs["load"] == []
     assert "realloc" in outputs["right"][0].data["text/html"] and "realloc" in outputs["right"][0].data["text/plain"]

@@ -108,6 +108,7 @@ def error_of(cell: list[NotebookNode]) -> tuple[str, str]:
     return error.ename, "\n".join(error.traceback)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell, code, place", [
     ("fails", "RL0775", "Cell In[2], line 2"),  # the innermost line: of a function that the reward uses
     ("returns", "RL0776", "Cell In[5]"), ("breaks", "RL0714", "Cell In[14], line 6")])

@@ -36,6 +36,7 @@ def run(folder: Path, train: str, off: str, generate: str) -> tuple[Metrics, dic
     return found, {f"{f.parent.name}/{f.name}/{k}": v for f in files for k, v in load_file(f).items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("train, generate", [("tp=2", "dp=2"), ("dp=2 zero=2", "dp=2"), ("tp=2", "tp=2")])
 def test_numbers_and_moments_are_the_same(train: str, generate: str, tiny: Path, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:

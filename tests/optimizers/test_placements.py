@@ -118,6 +118,7 @@ def placed(rank: int, model: Model, layouts: list[Layout], before: dict[str, tor
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", thorough_between(CASES))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,

@@ -45,6 +45,7 @@ def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("before", [ONE, FOUR], ids=["one rank", "four ranks"])
 def test_resumed_in_the_middle(tiny: Path, whole: Path, tmp_path: Path, before: str) -> None:
     """On one rank bit for bit. From four ranks, sums of gradients round in another order."""

@@ -18,6 +18,7 @@ from tests.oracles.__main__ import compare, stale
 from tests.oracles.cases import BATCHES, Numbers, case, case_id, difference, fresh_of, ours, values_of
 from tests.oracles.record import load
 from tests.oracles.rows import POLICY, ROWS, Row
+from tests.samples import thorough_between
 
 RECORDED = load()
 EACH = [pytest.param(row, id=f"{row.name} {sorted(row.options)}") for row in ROWS]
@@ -29,7 +30,7 @@ def test_every_comparison_is_recorded_and_no_other() -> None:
     assert set(RECORDED) == {case_id(row, name) for row in ROWS for name in row.batches}
 
 
-@pytest.mark.parametrize("row", EACH)
+@pytest.mark.parametrize("row", thorough_between(EACH))
 def test_the_call_gives_the_numbers_of_the_system(row: Row) -> None:
     for name in row.batches:
         theirs, mine = RECORDED[case_id(row, name)], ours(row, name)

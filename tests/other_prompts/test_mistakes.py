@@ -162,6 +162,7 @@ ASKS = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ask", "most", "code", "says"), [
     ("ask", 3, "RL0789", "`ask` returned a prompt of"), ("nothing", 64, "RL0776", "`nothing` returned an empty string"),
     ("nobody", 64, "RL0776", "`nobody` returned None"), ("number", 64, "RL0776", "`number` returned"), ("fails", 64, "RL0775", "no such column"),

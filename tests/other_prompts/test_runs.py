@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.end_to_end.programs import Metrics
 from tests.other_prompts.programs import folder, run
+from tests.samples import thorough_between
 
 HEAT = 0.8
 # `lp * gen.logprobs` is right only if the tokens of both are the same ones
@@ -192,6 +193,7 @@ def test_the_loss_and_its_gradient_are_those_of_torch(base: Path, trained: tuple
     assert all(line[f"student#{i}/grad_norm"] > 1e-3 for i in (2, 3, 4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [SPREAD_OUT, DIVIDED])
 def test_a_placement_changes_no_number(base: Path, alone: tuple[Metrics, list[dict[str, Any]]], place: str,
                                        tmp_path: Path) -> None:
@@ -200,6 +202,7 @@ def test_a_placement_changes_no_number(base: Path, alone: tuple[Metrics, list[di
         assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("degrees", ["dp=2 tp=2", "pp=2 dp=2"])
 def test_a_placement_changes_no_training(base: Path, trained: tuple[Metrics, list[dict[str, Any]]], degrees: str) -> None:
     name = "trained-" + degrees.replace(" ", "-").replace("=", "")
@@ -249,7 +252,7 @@ BLOCKS = {
 """}
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", thorough_between(BLOCKS))
 def test_it_runs_wherever_calls_may_be(base: Path, name: str) -> None:
     body = "  prompt = prompts.next()\n  gen = student.generate(prompt, n=2, max_new_tokens=4)\n" + BLOCKS[name]
     found = run(base, body, name, lag=1 if name == "lag" else 0)

@@ -97,6 +97,7 @@ def check(step: dict[str, float], made: Program, loss: Tensor, actor: torch.nn.M
     assert_same(moved(made.folder / "before", made.folder / "after"), reference.gradients(actor, loss))
 
 
+@pytest.mark.thorough
 def test_self_rewarding(found: dict[str, Result]) -> None:
     """Scores are averaged over the verdicts that have one; pairs are the best and the worst answer; DPO."""
     step, made = found["self_rewarding"]
@@ -188,6 +189,7 @@ SEES = {"vineppo": ("right", "right_after"), "self_rewarding": ("review", "point
         "critique": ("criticize", "revise", "exact_match"), "online_dpo": ("exact_match",)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_generated_twice(found: dict[str, Result], tmp_path: Path, ranks: int) -> None:
     """Each random number is used for one token, on one rank; and each token is one that a function has seen."""

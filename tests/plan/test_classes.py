@@ -16,6 +16,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import class_of, event_paths, schedule, walk
 from rldsl.sharding.boxes import cell_of
+from tests.samples import thorough_between
 
 SHARED = GRPO.replace("on one", "on all").replace("on other", "on all")  # every call on all ranks
 
@@ -38,7 +39,7 @@ def compiled(folder: Path, text: str, ranks: int) -> Plan:
     return decode(encode(plan), "run.plan")
 
 
-@pytest.mark.parametrize("ranks", [64, 128, 256])
+@pytest.mark.parametrize("ranks", thorough_between([64, 128, 256]))
 @pytest.mark.parametrize("text", [PPO, GRPO, SHARED], ids=["ppo", "grpo", "shared"])
 def test_every_rank_has_its_own_program(folder: Path, text: str, ranks: int) -> None:
     """A rank's events are those whose mesh lists it, one rank and one event at a time."""

@@ -271,6 +271,7 @@ def open_matches(tree: ast.Module, kinds: set[str]) -> Iterator[int]:
                 yield node.lineno
 
 
+@pytest.mark.thorough
 def test_no_match_over_kinds_of_events_is_open() -> None:
     assert {f"{path.relative_to(ROOT)}:{line}" for path, tree, kinds in trees() for line in open_matches(tree, kinds)
             } == set()

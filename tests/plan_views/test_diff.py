@@ -256,6 +256,7 @@ def mutants(value: Any) -> Iterator[Any]:
         yield value + "x"
 
 
+@pytest.mark.thorough
 def test_no_change_of_a_plan_is_overlooked() -> None:
     count = 0
     for mutant in mutants(SAMPLE):

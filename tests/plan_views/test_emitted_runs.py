@@ -76,6 +76,7 @@ def place(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.T
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [None, 2], ids=["all", "one"])
 def test_the_same_numbers(place: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
@@ -96,6 +97,7 @@ def test_the_programs_have_what_they_are_to_show(place: Path) -> None:
         assert [("heldout_length" in line) for line in lines(place / "plain")] == [False, True, False]
 
 
+@pytest.mark.thorough
 def test_under_torchrun_with_a_debugger(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = compiled(tmp_path, tiny, GENERATE.replace("RANKS", "2"))
     monkeypatch.chdir(folder)
@@ -112,6 +114,7 @@ def test_under_torchrun_with_a_debugger(tiny: Path, tmp_path: Path, monkeypatch:
     assert lines(folder / "out") == lines(folder / "plain")
 
 
+@pytest.mark.thorough
 def test_as_it_is_started_by_hand(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Executed, with nothing imported yet, by torchrun's own command."""
     folder = compiled(tmp_path, tiny, GENERATE.replace("RANKS", "2"))

@@ -13,6 +13,7 @@ from rldsl.postmortem.findings_text import notes, place, report, title
 from rldsl.postmortem.wait_order import WaitOrder
 from tests.effort import calls
 from tests.postmortem.hand import FETCH, GENERATE, LENGTHS, PLAN, SCORE, TRAIN, TRANSFER, at, partners
+from tests.samples import thorough_between
 
 WORLD = 4096
 
@@ -42,7 +43,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thorough_between(CASES))
 def test_the_work_grows_as_the_ranks(case: str) -> None:
     plan, found = large(), [CASES[case](r) for r in range(WORLD)]
     told: list[Findings] = []

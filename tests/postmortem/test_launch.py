@@ -38,6 +38,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
         yield agent
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_is_named_and_gone(running: Agent) -> None:
     pid = running.ranks()[1]
     os.kill(pid, signal.SIGSTOP)

@@ -40,6 +40,7 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("told", [False, True])
 def test_a_death_that_breaks_no_connection(tmp_path: Path, told: bool) -> None:
     """told: torchrun sends SIGTERM, which in a run with checkpoints asks for the end of the step."""

@@ -63,6 +63,7 @@ def failed(run: World, *words: str) -> str:
     return text
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped(place: Path) -> None:
     Path("asked").write_text("1 hold")
     with world(plan(place), 4, place) as run:
@@ -96,6 +97,7 @@ def test_a_rank_that_is_killed(place: Path) -> None:
     assert "its process is gone" in told(place)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_slow_to_start(place: Path) -> None:
     judge = Path("judge.py").read_text()
     slow = "import os\nimport time\nif os.environ.get('RANK') == '1':\n    time.sleep(600)\n"
@@ -106,6 +108,7 @@ def test_a_rank_that_is_slow_to_start(place: Path) -> None:
                "it is at the start, before the first event, loading the Python functions for")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_raises_and_the_next_start(place: Path) -> None:
     Path("asked").write_text("1 raise")
     data = plan(place)
@@ -130,6 +133,7 @@ def test_a_rank_that_raises_and_the_next_start(place: Path) -> None:
     assert gone.exit_code == 1 and "RL0795" in gone.output
 
 
+@pytest.mark.thorough
 def test_a_python_function_that_does_not_return(place: Path) -> None:
     Path("asked").write_text("1 hold")
     with world(plan(place), 4, place) as run:
@@ -139,6 +143,7 @@ def test_a_python_function_that_does_not_return(place: Path) -> None:
     assert "judge.py:" in told(place)
 
 
+@pytest.mark.thorough
 def test_the_watcher_is_in_time_where_the_library_is_not(place: Path) -> None:
     """As with NCCL, which ends a process instead of telling it."""
     Path("asked").write_text("1 hold")
@@ -147,6 +152,7 @@ def test_the_watcher_is_in_time_where_the_library_is_not(place: Path) -> None:
         failed(run, "rank 1 blocks other ranks")
 
 
+@pytest.mark.thorough
 def test_a_call_that_holds_the_lock_of_python(place: Path) -> None:
     """The rank cannot speak, but its process is there, and the others wait for it."""
     Path("asked").write_text("1 grip")
@@ -156,6 +162,7 @@ def test_a_call_that_holds_the_lock_of_python(place: Path) -> None:
     assert set(dumps(place)) == {0, 2, 3}
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_asked_to_stop_blames_nobody(place: Path) -> None:
     Path("asked").write_text("1 hold")
     with world(plan(place), 4, place, timeout=600) as run:
@@ -170,6 +177,7 @@ def test_a_run_that_is_asked_to_stop_blames_nobody(place: Path) -> None:
     assert "rank 1 blocks other ranks" in told(place)  # who wants to know finds it here
 
 
+@pytest.mark.thorough
 def test_a_store_that_is_gone(place: Path) -> None:
     """With the process that held it, which may be a rank."""
     Path("asked").write_text("1 hold")
@@ -181,6 +189,7 @@ def test_a_store_that_is_gone(place: Path) -> None:
     assert set(dumps(place)) >= {0, 2, 3}
 
 
+@pytest.mark.thorough
 def test_a_store_that_does_not_answer(place: Path) -> None:
     """Every rank must end, though it can neither ask the others nor tell them."""
     Path("asked").write_text("1 hold")

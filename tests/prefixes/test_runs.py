@@ -57,6 +57,7 @@ def alone(base: Path):
     return run(base, BODY, steps=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_no_placement_changes_a_number(base: Path, alone, place: str) -> None:
     found = numbers(run(base, BODY, steps=2, place=place, like=alone))

@@ -90,6 +90,7 @@ def matrix(rank: int, path: str, kind: str, what: str) -> list[tuple[str, bool, 
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 @pytest.mark.parametrize("kind, what", thorough_unless(lambda kind, _: kind == "causal_lm", [
     ("causal_lm", "logprobs"), ("value_model", "values")]), ids=["actor", "critic"])

@@ -11,6 +11,7 @@ from rldsl.reshard.intra_node import NETWORK_COST
 from tests.plan_algebra.models import layout, layouts, mesh, model
 from tests.realloc.cases import Case, cases, wide
 from tests.realloc.program import busiest, links, optimum
+from tests.samples import thorough_between
 
 
 @given(cases(large=True))
@@ -23,7 +24,7 @@ GRID = [(mesh((0, 8)), mesh((0, 8))), (mesh((0, 8)), mesh((8, 16))), (mesh((0, 8
         (mesh((0, 16)), mesh((0, 16)))]
 
 
-@pytest.mark.parametrize("devices", [4, 8, 16])
+@pytest.mark.parametrize("devices", thorough_between([4, 8, 16]))
 @pytest.mark.parametrize("kind", ["gqa", "fused"])
 def test_a_grid_of_layouts(kind: str, devices: int) -> None:
     made = wide(kind)

@@ -27,6 +27,7 @@ def check_equal(case: Case) -> None:
         assert rank_slices(p, rank) == of_rank(whole, rank), f"{case}, rank {rank}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["gqa", "fused"])
 def test_all_small_layouts(kind: str) -> None:
     for case in small(kind):

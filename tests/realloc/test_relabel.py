@@ -33,6 +33,7 @@ DEGREES = [(p, t, d, pg, tg) for p, t, d in product((1, 2, 4), (1, 2, 4, 8), (1,
            for pg, tg in product((1, 2, 4), (1, 2, 4, 8)) if t % tg == 0 and p % pg == 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "t", "d", "pg", "tg"), DEGREES)
 def test_hybridflow(p, t, d, pg, tg):
     """A rank of (p, t, d) that generates with (pg, tg) gets (tp - tg pg) / (tg pg tp) of the model, tp = t p: what its

@@ -69,6 +69,7 @@ def move_all(rank: int, bucket: int, decay: float, cases: Sequence[Case]) -> lis
     return wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("bucket", "decay", "cases"), [
     (1 << 30, 0.0, CASES), (4000, 0.0, CASES[:6] + CASES[24:30]), (4000, 0.75, CASES[12:18] + CASES[30:])],
     ids=["whole", "small", "average"])

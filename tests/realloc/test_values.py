@@ -131,6 +131,7 @@ def crossing(case: Case) -> int:
     return total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind, first", [("gqa", 0), ("fused", 1)])
 def test_all_small_layouts(kind: str, first: int) -> None:
     """Every pair of layouts on nodes of 2, 4 and 16 devices; the two models in turn."""

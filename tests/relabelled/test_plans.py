@@ -22,6 +22,7 @@ from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.checked import check_graph
 from tests.relabelled.programs import program
+from tests.samples import thorough_between
 from tests.verify.faults import codes, row
 from tests.verify.plans import folder
 
@@ -61,7 +62,7 @@ GROUPED = [("tp=4", "dp=2 tp=2"), ("tp=4", "dp=4"), ("dp=2 tp=2", "dp=4"), ("pp=
            ("pp=2 tp=2", "dp=4"), ("dp=2 pp=2", "dp=4")]
 
 
-@pytest.mark.parametrize("train, generate", GROUPED)
+@pytest.mark.parametrize("train, generate", thorough_between(GROUPED))
 def test_hybridflows_grouping_comes_out(train: str, generate: str) -> None:
     """Generation with smaller tp and pp: no redundancy, in closed form."""
     free, fixed = plan(train, generate, "mesh(4)"), plan(train, generate, "mesh(0:4)")

@@ -30,6 +30,7 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
         return run(tmp_path_factory.mktemp("one"), "dp=1", "dp=1", "mesh(0:1)", 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("train, generate", [("tp=4", "dp=2 tp=2"), ("dp=2 tp=2", "tp=4"), ("pp=2 tp=2", "tp=2 dp=2")])
 def test_losses_are_the_same(train: str, generate: str, tiny: Path, alone: Metrics, tmp_path: Path,
                              monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ def test_our_grader_on_other_answers() -> None:
     assert [c for c, value in zip(more, found, strict=True) if (value == 1.0) != c.right] == []
 
 
+@pytest.mark.thorough
 def test_math_verify_judges_all_but_one_that_it_rounds() -> None:
     pytest.importorskip("math_verify")
     assert wrong(math_verify(ROWS)) == [("scientific", "410000")]

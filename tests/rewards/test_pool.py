@@ -15,11 +15,12 @@ from rldsl.plan.model import Function
 from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.rewards.worker_process import LONGEST_LINE
 from tests.rewards.functions import EACH, ROWS, gone, lives, mistake, noted, written
+from tests.samples import thorough_between
 
 ON_17 = "def one(row):\n    if row['completion'] == '17':\n        {}\n    return float(row['completion'])\n" + EACH
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 40, 500])
+@pytest.mark.parametrize("count", thorough_between([0, 1, 2, 3, 7, 40, 500]))
 def test_the_same_numbers_for_any_number_of_workers(tmp_path: Path, count: int) -> None:
     function = written(tmp_path, "def score(rows):\n    return [int(r['completion']) / 7 for r in rows]\n")
     rows = [{"prompt": "", "completion": str(i)} for i in range(count)]
@@ -123,7 +124,7 @@ ROW_MISTAKES = {
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("name", ROW_MISTAKES)
+@pytest.mark.parametrize("name", thorough_between(ROW_MISTAKES))
 def test_a_mistake_on_a_row(tmp_path: Path, name: str, workers: int) -> None:
     what, code, title, line = ROW_MISTAKES[name]
     found = mistake(written(tmp_path, ON_17.format(what)), workers)
@@ -150,7 +151,7 @@ PROCESS_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESS_MISTAKES)
+@pytest.mark.parametrize("name", thorough_between(PROCESS_MISTAKES))
 def test_a_row_that_takes_the_process_along(tmp_path: Path, name: str) -> None:
     what, code, title, line = PROCESS_MISTAKES[name]
     found = mistake(written(tmp_path, ON_17.format(what)), 2, limit=1.0)
@@ -233,6 +234,7 @@ SEVERAL = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mistakes", SEVERAL, ids=range(len(SEVERAL)))
 def test_of_several_mistakes_the_first_is_told(tmp_path: Path, mistakes: dict[int, str]) -> None:
     """For any number of workers."""
@@ -244,6 +246,7 @@ def test_of_several_mistakes_the_first_is_told(tmp_path: Path, mistakes: dict[in
         assert title.startswith(KINDS[mistakes[first]][1].format(first)), (workers, title)
 
 
+@pytest.mark.thorough
 def test_rows_of_chunks_that_hang_together_are_judged_in_order(tmp_path: Path) -> None:
     """The second chunk is cut into rows after the first, and the first of its rows fails before others are loaded."""
     body = ("import time\ndef score(rows):\n    ids = {int(r['completion']) for r in rows}\n"
@@ -255,6 +258,7 @@ def test_rows_of_chunks_that_hang_together_are_judged_in_order(tmp_path: Path) -
         assert title.startswith("`score` took more than 0.5 s for row 0 "), (workers, title)
 
 
+@pytest.mark.thorough
 def test_a_slow_function_is_called_row_by_row(tmp_path: Path) -> None:
     """No row takes too long, though rows together do."""
     body = "import time\ndef score(rows):\n    time.sleep(0.3 * len(rows))\n    return [len(rows)] * len(rows)\n"

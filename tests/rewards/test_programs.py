@@ -70,6 +70,7 @@ def _rank(rank: int, plan: bytes, out: str, workers: int, cwd: str) -> None:
     execute(PlanFile.from_bytes(plan, "test.plan"), out, options=Options(reward_workers=workers))
 
 
+@pytest.mark.thorough
 def test_the_same_run_for_any_ranks_and_workers(place: Path) -> None:
     found = {}
     for ranks, rules in PLACES.items():
@@ -95,6 +96,7 @@ def test_the_command_line(place: Path) -> None:
     assert len(noted(place / "pids")) == 2 and gone(noted(place / "pids"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("body, parts", [
     ("length = lambda rows: [1] * len(rows)\n"
      "def length(rows):\n    return [1 / int(r['prompt'] != first) for r in rows]\n",

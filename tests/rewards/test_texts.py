@@ -10,6 +10,7 @@ import pytest
 from rldsl.plan.function import Function
 from rldsl.runtime.rewards.pool import RewardPool
 from tests.rewards.functions import EACH, ROWS, mistake, written
+from tests.samples import thorough_between
 
 
 def asks(folder: Path, returns: str, one: str) -> Function:
@@ -40,7 +41,7 @@ WRONG = {  # what the function returns for row 17 -> what the message says of it
 }
 
 
-@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize("value", thorough_between(WRONG))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_no_prompt(tmp_path: Path, workers: int, value: str) -> None:
     found = mistake(asks(tmp_path, "prompts", f"{value} if row['completion'] == '17' else 'x'"), workers)

@@ -84,6 +84,7 @@ def test_a_run_leaves_metrics_a_summary_and_a_checkpoint_that_transformers_reads
                                                              "sources", "summary.json"]
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named_and_the_checkpoint_is_whole(place: Path) -> None:
     with begun(place, "--nproc-per-node", "2", "-m", "rldsl.run", str(compiled(steps=2000)), "--out", "out", "--device",
                "cpu") as agent:
@@ -117,6 +118,7 @@ def test_bad_data_is_found_before_the_first_step(place: Path) -> None:
     assert not Path("out/metrics.jsonl").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_for_programs_prints_one_object(place: Path, fails: bool) -> None:
     """What ranks print is on standard error; their errors are in the object, too."""

@@ -60,6 +60,7 @@ def lines(agent: Agent) -> list[str]:
     return [x for x in agent.said().splitlines() if "interrupted" in x or "Traceback" in x or "error" in x.lower()]
 
 
+@pytest.mark.thorough
 def test_a_run_with_checkpoints(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C reaches every process of a terminal."""
     monkeypatch.chdir(place)
@@ -81,6 +82,7 @@ def test_a_run_with_checkpoints(place: Path, tmp_path: Path, monkeypatch: pytest
     assert held is not None and held["state"] == "stopped" and held["step"] == int(words[3])
 
 
+@pytest.mark.thorough
 def test_a_signal_to_the_launcher_alone(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run without checkpoints."""
     monkeypatch.chdir(place)
@@ -93,6 +95,7 @@ def test_a_signal_to_the_launcher_alone(place: Path, tmp_path: Path, monkeypatch
     assert "there is no checkpoint to resume from" in line and "--overwrite" in line
 
 
+@pytest.mark.thorough
 def test_sigterm_ends_a_run_without_checkpoints_within_the_step(place: Path, tmp_path: Path,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """As a batch system sends it: to the launcher. Nothing could be saved, so no step more is run."""
@@ -258,6 +261,7 @@ def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
     assert str(port) in text and "Traceback" not in text
 
 
+@pytest.mark.thorough
 def test_a_missing_machine(capfd: pytest.CaptureFixture[str]) -> None:
     status = launch(["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                      "127.0.0.1:0", "--rdzv-id", "x", "--rdzv-conf", "join_timeout=1,timeout=1", "-m", "rldsl.run", "p.plan"])

@@ -95,6 +95,7 @@ def resumed(plan: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_rlc_run_is_killed(place: Path) -> None:
     """torchrun and the store live on, so the run stops as SIGTERM stops it: with a checkpoint."""
     with started("rldsl.cli", "run", compiled(100000), "--out", "out") as rlc:
@@ -114,6 +115,7 @@ def test_rlc_run_is_killed(place: Path) -> None:
     assert steps() == last + 2
 
 
+@pytest.mark.thorough
 def test_the_agent_is_killed(place: Path) -> None:
     """The store is gone with it, so no checkpoint can be completed, and the ranks stop at once."""
     with begun(place, "--nproc-per-node", "2", "-m", "rldsl.run", compiled(100000, every=1), "--out", "out",
@@ -145,6 +147,7 @@ def test_sigterm_before_there_are_ranks(place: Path) -> None:
     assert not Path("out/run.lock").exists()
 
 
+@pytest.mark.thorough
 def test_sigterm_while_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in them has taken over SIGTERM yet, so it ends them, which is no failure."""
     monkeypatch.chdir(tmp_path)
@@ -156,6 +159,7 @@ def test_sigterm_while_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert Path("said").read_text() == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number, ranks, who", [("SIGTERM", 1, "rank 0 was"), ("SIGKILL", 2, "ranks 0, 1 were")])
 def test_ranks_that_are_all_killed(number: str, ranks: int, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                    ) -> None:
@@ -175,6 +179,7 @@ def test_ranks_that_are_all_killed(number: str, ranks: int, who: str, tmp_path: 
     assert text.startswith(f"error[RL0709]: {who} killed ({number})\n") and "--resume" in text, text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reports", [True, False])
 def test_one_rank_of_several_that_is_killed(reports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun ends the others with SIGTERM. They report it, unless they are still importing."""

@@ -37,6 +37,7 @@ def chi_square(found: Counter[tuple[int, ...]], count: int) -> tuple[float, int]
     return sum((found[order] - n) ** 2 / n for order, n in expected.items()), len(expected) - 1
 
 
+@pytest.mark.thorough
 def test_two_rows_are_drawn_one_after_the_other_by_weight(pairs: list[tuple[int, ...]]) -> None:
     """Ordered pairs: for 19 degrees of freedom, 1 of 1,000 samples has a statistic above 43.8."""
     statistic, freedom = chi_square(Counter(pairs), 2)
@@ -84,6 +85,7 @@ def test_tiny_and_huge_weights() -> None:
     assert sorted(sample_by_weight(weights, 4, 1, 1).tolist()) == [0, 1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_equal_weights_draw_every_set_equally_often() -> None:
     """Chi-square of 9 degrees of freedom: 1 of 1,000,000 samples is above 46.3."""
     draws, sets = 20_000, Counter[tuple[int, ...]]()

@@ -17,6 +17,7 @@ from rldsl.progress import listening
 from rldsl.search.candidates import CandidateTable
 from rldsl.search.parallel import fill
 from rldsl.simulate import Lengths
+from tests.samples import thorough_between
 from tests.search.programs import GRPO, describe
 
 EIGHT = "cluster nodes=1 gpus=8\n"
@@ -246,7 +247,7 @@ def test_one_that_does_not_fit_is_told_so() -> None:
 # ------------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize("args, status, word", [
+@pytest.mark.parametrize("args, status, word", thorough_between([
     (("grpo.rlf",), 2, "--cluster"),
     (("none.rlf", "--cluster", "two.yaml"), 1, "RL0091"),
     (("grpo.rlf", "--cluster", "h10x8"), 1, "did you mean `h100x8`"),
@@ -260,7 +261,7 @@ def test_one_that_does_not_fit_is_told_so() -> None:
     (("grpo.rlf", "--cluster", "two.yaml", "--memory", "-1"), 2, "--memory"),
     (("grpo.rlf", "--cluster", "two.yaml", "--gap", "-0.1"), 2, "--gap"),
     (("grpo.rlf", "--cluster", "two.yaml", "--memory", "0.5"), 1, "RL0402"),
-    (("grpo.rlf", "--cluster", "two.yaml", "--response-tokens", "0"), 2, "--response-tokens")])
+    (("grpo.rlf", "--cluster", "two.yaml", "--response-tokens", "0"), 2, "--response-tokens")]))
 @pytest.mark.parametrize("command", ["search", "explain-placement"])
 def test_mistakes(command: str, args: tuple[str, ...], status: int, word: str) -> None:
     said = rlc(command, *args)

@@ -57,6 +57,7 @@ def pairs() -> list[tuple[Evaluation, CompiledPlacement]]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_step_is_what_the_simulator_finds(pairs: list[tuple[Evaluation, CompiledPlacement]]) -> None:
     off = sorted(abs(judged.seconds / one.seconds - 1) for judged, one in pairs)
     assert median(off) < 0.005 and off[-1] < 0.06, off
@@ -69,6 +70,7 @@ def test_memory_is_what_the_compiler_counts(pairs: list[tuple[Evaluation, Compil
     assert abs(median(off)) < 0.001 and off[0] > -0.005 and off[-1] < 0.02, off
 
 
+@pytest.mark.thorough
 def test_chunks_of_layers_are_judged_as_well() -> None:
     off, bytes = [], []
     for name, size, nodes, gpus in (("ppo", "7B", 2, 8), ("grpo", "7B", 2, 4), ("grpo lag=2", "7B", 2, 4)):

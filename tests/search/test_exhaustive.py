@@ -12,6 +12,7 @@ from rldsl.search.call_costs import Candidate
 from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.problem import Job
 from rldsl.simulate import Lengths
+from tests.samples import thorough_between
 from tests.search.brute import assignments, best
 from tests.search.programs import cluster, instance
 
@@ -43,7 +44,7 @@ def test_there_are_enough() -> None:
     assert len(SMALL) >= 50 and {x[0] for x in SMALL} >= {"ppo", "grpo", "remax", "dpo"}
 
 
-@pytest.mark.parametrize("name, size, nodes, gpus, memory, few", SMALL)
+@pytest.mark.parametrize("name, size, nodes, gpus, memory, few", thorough_between(SMALL))
 def test_the_gap_is_nothing(name: str, size: str, nodes: int, gpus: int, memory: int, few: int) -> None:
     draw = random.Random(f"{name}{size}{nodes}{gpus}{memory}")
     lengths = Lengths(0.0, draw.choice((0.0, 128.0, 300.0)))
@@ -95,7 +96,7 @@ def every_neighbor(i: Evaluator, a: Assignment) -> list[Evaluation]:
     return [j for j in found if i.fits(j.bytes)]
 
 
-@pytest.mark.parametrize("name, nodes, memory", [("ppo", 1, 24), ("ppo", 2, 80), ("grpo", 2, 24), ("ppo lag=1", 2, 40)])
+@pytest.mark.parametrize("name, nodes, memory", thorough_between([("ppo", 1, 24), ("ppo", 2, 80), ("grpo", 2, 24), ("ppo lag=1", 2, 40)]))
 def test_the_fastest_neighbor_is_found_without_planning_all_routes(name: str, nodes: int, memory: int) -> None:
     i = instance(name, "1B", cluster(nodes, 4, memory), Lengths(0.0, 200.0))
     draw, looked = random.Random(1), 0
@@ -116,7 +117,7 @@ def test_the_fastest_neighbor_is_found_without_planning_all_routes(name: str, no
     assert looked
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "remax", "grpo lag=2"])
+@pytest.mark.parametrize("name", thorough_between(["ppo", "grpo", "remax", "grpo lag=2"]))
 def test_a_copy_that_is_called_certain_is_there(name: str) -> None:
     """The bound of memory counts it, so an assignment without it must not exist."""
     i = instance(name, "1B", cluster(1, 4), batch=64)
@@ -142,7 +143,7 @@ def draw_assignment(i: Evaluator, draw: random.Random) -> Assignment:
                                            for j, b in zip(i.calls, blocks, strict=True)))
 
 
-@pytest.mark.parametrize("memory", [20, 28, 36])
+@pytest.mark.parametrize("memory", thorough_between([20, 28, 36]))
 def test_the_gap_is_small_where_memory_is_short(memory: int) -> None:
     """Copies of trained models decide what fits: the bound counts them."""
     found = branch_and_bound(instance("ppo", "7B", cluster(2, 8, memory), Lengths(0.0, 300.0)))

@@ -11,6 +11,7 @@ from rldsl.placement.place import place_graph
 from rldsl.search import Options, find_placement, memory_check
 from rldsl.search.placement_file import format_placement_file
 from rldsl.source import SourceFile
+from tests.samples import thorough_between
 from tests.search.programs import PROGRAMS, cluster, describe, ready
 
 SAVING = {name: text[: text.rindex("}")] + "  every 5 { save actor }\n  checkpoint every 5\n}\n"
@@ -34,7 +35,7 @@ def outcome(name: str, memory: float, mode: str) -> str:
     return "fits"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", thorough_between(PROGRAMS))
 @pytest.mark.parametrize("memory", [12.5, 15.3, 19.7, 40.0])
 def test_what_is_found_compiles(name: str, memory: float) -> None:
     assert outcome(name, memory, "search") in ("fits", "RL0402")

@@ -212,6 +212,7 @@ def test_a_lock_that_names_no_call_says_what_was_expected(lock: str, title: str,
         assert d.code == "RL0001" and "`model.call`" in d.help and "place SELECTOR auto" in d.notes[0]
 
 
+@pytest.mark.thorough
 def test_too_small_a_cluster_names_the_smallest_that_does() -> None:
     machines = cluster(1, 8, 80)
     p = ready("grpo", "70B", machines)

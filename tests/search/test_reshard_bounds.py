@@ -13,6 +13,7 @@ from rldsl.search.evaluator import Assignment, Evaluator
 from rldsl.search.lower_bound import MAX_CHAINS, LowerBound, Moving
 from rldsl.search.space import Block
 from rldsl.simulate import Lengths
+from tests.samples import thorough_between
 from tests.search.programs import PROGRAMS, cluster, instance
 
 SLOW = dict(network_gb_s=1.0)  # reshards decide
@@ -30,8 +31,8 @@ def draw(i: Evaluator, r: random.Random) -> Assignment:
     return Assignment(tuple(blocks), tuple(candidates))
 
 
-@pytest.mark.parametrize("name, nodes, gpus", [("ppo", 2, 2), ("grpo", 3, 2), ("remax", 2, 2), ("ppo lag=1", 2, 2),
-                                               ("grpo lag=2", 2, 4)])
+@pytest.mark.parametrize("name, nodes, gpus", thorough_between([("ppo", 2, 2), ("grpo", 3, 2), ("remax", 2, 2), ("ppo lag=1", 2, 2),
+                                               ("grpo lag=2", 2, 4)]))
 def test_no_assignment_is_below_the_bound_of_its_chosen_candidates(name: str, nodes: int, gpus: int) -> None:
     i = instance(name, "1B", cluster(nodes, gpus, 80, **SLOW), Lengths(0.0, 200.0), batch=64)
     search, r, moving = BranchAndBound(i, 0.0, 0, lambda _: True), random.Random(name), 0
@@ -91,7 +92,7 @@ def test_no_pair_takes_less_than_its_bound(name: str) -> None:
     assert more, "a bound that is never above the two fastest candidates says nothing"
 
 
-@pytest.mark.parametrize("name, memory", [("ppo", 24), ("ppo", 36), ("grpo", 24)])
+@pytest.mark.parametrize("name, memory", thorough_between([("ppo", 24), ("ppo", 36), ("grpo", 24)]))
 def test_what_has_no_room_for_its_copy_fits_nowhere(name: str, memory: int) -> None:
     i = instance(name, "7B", cluster(2, 8, memory), Lengths(0.0, 300.0))
     r, dropped = random.Random(5), 0
@@ -158,7 +159,7 @@ def slow_network(name: str) -> Evaluator:
                     text=PROGRAMS[name] + "place * offload=false\n")
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo lag=1", "grpo"])
+@pytest.mark.parametrize("name", thorough_between(["ppo", "ppo lag=1", "grpo"]))
 def test_bounds_that_count_reshards_find_and_prove_the_same(name: str) -> None:
     """The search without a gap: to its end with one kind of bounds, and with the other after 10 search nodes."""
     plain = BranchAndBound(slow_network(name), 0.0, 10**6, lambda _: True, reshards_after=10**6)

@@ -60,6 +60,7 @@ def harmless(said: str) -> bool:
     return all(c.isprintable() or c in "\n\t" for c in said)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", [["verify"], ["show"], ["show", "--paths"], ["show", "--rank", "0"],
                                      ["show", "--event", "5"], ["diff"]], ids=" ".join)
 def test_no_string_of_a_plan_reaches_the_terminal_raw(command: list[str], tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def _load(rank: int, program: str, model: str, texts: list[bytes]) -> list[tuple
     return found
 
 
+@pytest.mark.thorough
 def test_a_models_weights(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source / "model", tmp_path / "model")
     text = (source / "p.rlf").read_text()
@@ -267,6 +268,7 @@ MANIFESTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 def test_the_manifest_of_a_checkpoint(source: Path, out: Path) -> None:
     true = json.loads(next(out.glob("checkpoints/*/checkpoint.json")).read_text())
     cases = [(name, value) for name, values in MANIFESTS.items() for value in values]

@@ -66,6 +66,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("chains"))
 
 
+@pytest.mark.thorough
 def test_what_is_made_from_selections(base: Path) -> None:
     first, *others = under(base, SELECTED, PLACES, top=TOP, steps=2)
     for step in first:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.samples import thorough_between
 from tests.selection.programs import folder, numbers, run, under
 
 PLACES = {
@@ -81,6 +82,7 @@ SELECT = GENERATE + """
   actor.train(best, loss=pg(adv=adv, weight=1 / len(best)), minibatches=3, epochs=2)"""
 
 
+@pytest.mark.thorough
 def test_a_selection_of_a_selection_on_every_placement(base: Path) -> None:
     """Row numbers, rewards, columns and log-probs of a selection belong together wherever they are."""
     found = under(base, SELECT, [*PLACES.values()])
@@ -165,6 +167,7 @@ def collecting(turns: int, until: str = "count(len(gen)) > 1000") -> str:
   metric lp = mean(lp)"""
 
 
+@pytest.mark.thorough
 def test_three_batches_collected_are_one_batch_of_three(base: Path) -> None:
     whole = """
   prompt = prompts.next()
@@ -182,6 +185,7 @@ def test_three_batches_collected_are_one_batch_of_three(base: Path) -> None:
         close(numbers(run(base, collecting(3), batch=4, place=place)), first, 1e-4)
 
 
+@pytest.mark.thorough
 def test_the_condition_ends_the_loop_on_every_rank(base: Path) -> None:
     """Two turns of four are enough for seven; the data goes on where it stopped."""
     found = under(base, collecting(5, "count(len(gen)) >= 14"), FEWER)
@@ -191,6 +195,7 @@ def test_the_condition_ends_the_loop_on_every_rank(base: Path) -> None:
         close(other, found[0], 1e-4)
 
 
+@pytest.mark.thorough
 def test_dynamic_sampling(base: Path) -> None:
     """DAPO: groups with one reward only are thrown away until there are enough (arXiv:2503.14476, section 3.2)."""
     body = """
@@ -214,13 +219,13 @@ def test_dynamic_sampling(base: Path) -> None:
         close(metrics, first, 1e-4)
 
 
-@pytest.mark.parametrize("use, place", [
+@pytest.mark.parametrize("use, place", thorough_between([
     ("actor.train(kept, loss=nll())", "apart"),
     ("metric m = mean(spread(kept))\n  actor.train(kept, loss=nll())", "tp and pp"),
     ("lp = actor.logprobs(kept)\n  metric m = mean(lp)\n  actor.train(kept, loss=nll(), minibatches=2)", "apart"),
     ("easy = prompt where mean(parity(gen) by prompt) >= 0.5\n  more = actor.generate(easy, max_new_tokens=3)\n"
      "  actor.train(more, loss=nll())", "tp and pp"),
-])
+]))
 def test_what_was_collected_may_be_used_alone(base: Path, use: str, place: str) -> None:
     """Nothing else of the frames that a collected selection was taken from needs to be read after the loop."""
     body = f"""

@@ -52,6 +52,7 @@ def test_a_collecting_loop_may_end_by_a_state(base: Path) -> None:
     assert [(m["n"], m["tries"]) for m in found] == [(8, 1), (16, 2), (24, 3)]
 
 
+@pytest.mark.thorough
 def test_running_moments_are_the_same_on_every_placement(base: Path) -> None:
     """Two states written at once from one function; read by a loss and by arithmetic on another mesh."""
     top = """

@@ -35,6 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("program", [in_flow, in_loss])
 def test_four_times_the_lines_cost_four_times_the_calls(program: Callable[[int], str]) -> None:

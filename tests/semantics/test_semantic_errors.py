@@ -184,6 +184,7 @@ def doubling(levels: int) -> str:
                            for i in range(1, levels + 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("levels", [11, 40])
 def test_functions_that_double_are_no_hang(levels: int) -> None:
     """2 to the power of 40 bodies would take years."""
@@ -196,6 +197,7 @@ def test_a_few_that_double_are_right() -> None:
     build(parse(SourceFile("main.rlf", source)), {}, read=read)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("length", "code"), [(3000, ""), (300, "RL0007")])
 def test_long_and_deep_functions_end_in_an_answer(length: int, code: str) -> None:
     if code:  # each calls the one before

@@ -20,6 +20,7 @@ from tests.backend_torch.shards import layout_of, plan_model, shard_of
 from tests.families.checks import logprobs_of, model_of
 from tests.families.tiny_configs import make
 from tests.lora.adapted import adapted, make_adapter
+from tests.samples import thorough_between
 from tests.shared_prompts.rows import ROWS, SGD, Row, computed, gap, gaps, packed, rows_of
 from tests.tiny import make_model
 from tests.world import run_world
@@ -53,7 +54,7 @@ def tokens(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thorough_between(FAMILIES))
 def test_a_family_computes_the_same(tmp_path, family, tokens):
     path = make(tmp_path / "m", family)
     once, each = computed(0, path, [(layout_of(), True), (layout_of(), False)], ROWS)
@@ -79,6 +80,7 @@ def test_log_probs_are_those_of_transformers(tmp_path):
     assert float((once["inferred"] - expected).abs().max()) < LIMIT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layouts", [
     [layout_of(tp=2)], [layout_of(pp=2)], [layout_of(dp=2)], [layout_of(dp=2, zero=1), layout_of(dp=2, zero=3)],
 ], ids=["tp", "pp", "dp", "zero"])

@@ -42,6 +42,7 @@ from tests import forked
 from tests.backend_torch.shards import plan_model
 from tests.families.tiny_configs import make
 from tests.memory.vision import vision_program
+from tests.samples import thorough_between
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 
@@ -116,6 +117,7 @@ def test_a_solo_group_meets_nobody() -> None:
         assert reduce_scatter(x.expand(4, -1), group).shape == (size,)
 
 
+@pytest.mark.thorough
 def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of real shards of both kinds, one of them half a model; few shapes and tokens, for speed."""
     shapes = ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16, 4), (2, 2, 12, 4))
@@ -149,11 +151,11 @@ def test_shapes_tell_the_features_apart(measured: MeasuredShapes) -> None:
     assert all(r < t for _, _, t, r in measured.shapes) and min(s * t for _, s, t, _ in measured.shapes) < measured.small
 
 
-@pytest.mark.parametrize("family, more, kinds", [
+@pytest.mark.parametrize("family, more, kinds", thorough_between([
     ("llama", {}, (0, 0, 0, 0)), ("deepseek_v3", {}, (0, 1, 1, 1)), ("deepseek_v3", {"first_k_dense_replace": 3}, (0, 0, 0, 1)),
     ("llama4_text", {"interleave_moe_layer_step": 2}, (0, 1, 0, 1)), ("gemma3_text", {}, (0, 0, 0, 0)),
     ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, (0, 0, 0, 1)),
-    ("granitemoehybrid", {"layer_types": ["mamba", "mamba", "attention", "mamba"]}, (0, 0, 1, 0))])
+    ("granitemoehybrid", {"layer_types": ["mamba", "mamba", "attention", "mamba"]}, (0, 0, 1, 0))]))
 def test_layers_of_a_kind(family: str, more: dict, kinds: tuple[int, ...], tmp_path: Path) -> None:
     made = plan_model(str(make(tmp_path / "m", family, **more)), "causal_lm")
     assert layer_kinds(replace(made, sizes=sizes_of(describe(str(tmp_path / "m"), "causal_lm")))) == kinds
@@ -259,6 +261,7 @@ def profile(*args: str) -> Result:
     return CliRunner().invoke(main, ["profile", *args])
 
 
+@pytest.mark.thorough
 def test_a_tower_is_measured_once_a_plan_has_images(asked: list[dict], tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured for a plan of texts alone is measured again, and replaced."""
@@ -345,6 +348,7 @@ def test_a_plan_is_fixed(asked: list[dict]) -> None:
     assert "apply to programs" in profile("score.plan", "--set", "x=1").output
 
 
+@pytest.mark.thorough
 def test_measuring_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real command, with a model that is gone: what it said is shown, as a message."""
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=forked.run))

@@ -175,6 +175,7 @@ def halves(name: str) -> float:
     return simulate(known(name), HALF).seconds
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(list(PLACES)), st.sampled_from(RATES), st.floats(1.0, 2.0))
 def test_a_faster_machine_is_never_slower(name: str, rate: str, factor: float) -> None:

@@ -71,6 +71,7 @@ def shard(model: Model, stage: int = 0, **degrees: int) -> Shard:
 # ------------------------------------------------------------------------------------------------- images
 
 
+@pytest.mark.thorough
 def test_twice_the_images_take_twice_the_tower_s_time(vision: dict[str, Plan]) -> None:
     plan = vision["trained"]
     few = of_tower(plan, 32)
@@ -115,6 +116,7 @@ def test_a_measured_tower_takes_what_was_measured(vision: dict[str, Plan]) -> No
     assert less.tower(shard(model), 200) == Machine(ROUND).tower(shard(model), 200) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_a_tower_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Where images are asked for; a trained model and its reference alike."""

@@ -23,6 +23,7 @@ from rldsl.syntax.format import format
 from rldsl.syntax.parse import parse
 from rldsl.verify import verify
 from tests.end_to_end.programs import run_program
+from tests.samples import thorough_between
 from tests.tiny import CHAT_TEMPLATE, make_model, make_pairs, make_sums, make_tokenizer, write_jsonl
 
 NAMES = starters.names()
@@ -105,7 +106,7 @@ def test_check_finds_nothing(name: str, tiny: Path, monkeypatch: pytest.MonkeyPa
     assert (result.exit_code, result.output) == (0, f"{name}.rlf: no errors found\n")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thorough_between(NAMES))
 def test_compiles_to_a_verified_plan(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny)
     plan = api.compile(f"{name}.rlf")
@@ -115,7 +116,7 @@ def test_compiles_to_a_verified_plan(name: str, tiny: Path, monkeypatch: pytest.
     assert encode(plan) != encode(laptop)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thorough_between(NAMES))
 def test_seven_billion_parameters_fit(name: str, seven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(seven)
     assert "this placement fits 7B" in starters.text(name)
@@ -125,7 +126,7 @@ def test_seven_billion_parameters_fit(name: str, seven: Path, monkeypatch: pytes
     assert caught.value.diagnostics[0].code == "RL0401"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thorough_between(NAMES))
 def test_runs(name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny)
     known = {"gpus": 1, "batch": 4, "steps": 2, "new_tokens": 4, "group": 2}

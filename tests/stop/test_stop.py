@@ -17,6 +17,7 @@ from rldsl.verify import verify
 from tests.end_to_end import reference
 from tests.end_to_end.programs import Metrics, run_program
 from tests.end_to_end.reference import Sample
+from tests.samples import thorough_between
 from tests.tiny import make_model, make_sums, write_jsonl
 
 ROWS, MINIBATCHES, EPOCHS, LR, DECAY = 12, 4, 2, 0.02, 0.3
@@ -151,7 +152,7 @@ def test_the_next_call_goes_on_and_the_schedule_is_not_stretched(tiny, tmp_path)
 PLACES = ["on mesh(0:2) dp=2", "on mesh(0:2) tp=2", "on mesh(0:2) pp=2", "on mesh(0:4) dp=2 pp=2 mbs=1"]
 
 
-@pytest.mark.parametrize("on", PLACES)
+@pytest.mark.parametrize("on", thorough_between(PLACES))
 def test_all_ranks_stop_alike(on, tiny, limit, tmp_path):
     expected = plain(tiny, limit)
     (metrics,), weights = run(tiny, tmp_path, limit, on=on)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from tests.end_to_end.programs import Metrics, run_program
+from tests.samples import thorough_between
 from tests.tiny import make_model, make_sums, write_jsonl
 
 Weights = dict[str, torch.Tensor]
@@ -96,7 +97,7 @@ def alone(tiny, tmp_path_factory) -> Metrics:
     return run(tiny, tmp_path_factory.mktemp("alone"), SYNC, place=PLACES["one"])
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", thorough_between(PLACES))
 def test_a_synced_model_is_its_source_bit_for_bit(name, tiny, alone, tmp_path):
     metrics = run(tiny, tmp_path, SYNC, place=PLACES[name])
     for step in (1, 2):
@@ -126,8 +127,8 @@ def test_a_sync_before_the_first_train_takes_what_was_loaded(tiny, tmp_path):
 EMA = TRAIN + "  ema ref from actor 0.75\n  r = ref.logprobs(row)\n  metric m = mean(r)\n  save actor, ref"
 
 
-@pytest.mark.parametrize("name, options", [("one", ""), ("dp_tp", ""), ("pp_disjoint", ""),
-                                           ("dp_tp", ', dtype="bfloat16"')])
+@pytest.mark.parametrize("name, options", thorough_between([("one", ""), ("dp_tp", ""), ("pp_disjoint", ""),
+                                           ("dp_tp", ', dtype="bfloat16"')]))
 def test_the_mean_is_that_of_the_formula(name, options, tiny, tmp_path):
     """In bfloat16 too: it is kept in float32 where it is taken, so that small parts of it are not lost."""
     run(tiny, tmp_path, EMA, steps=3, options=options, place=PLACES[name])

@@ -124,6 +124,7 @@ def test_a_function_gets_the_picked_rows(base: Path, alone: Metrics) -> None:
         assert step["again"] < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_the_placement_changes_no_number(base: Path, alone: Metrics, place: str) -> None:
     found = run(base, place, PLACES[place], like=alone)

@@ -42,6 +42,7 @@ def whole(base: Path) -> Path:
     return base / "whole"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", thorough_between([1, 2, 3]))
 def test_a_run_that_was_stopped(base: Path, whole: Path, after: int) -> None:
     out = base / f"stopped{after}"
@@ -54,6 +55,7 @@ def test_a_run_that_was_stopped(base: Path, whole: Path, after: int) -> None:
     assert mine.keys() == theirs.keys() and all(mine[key].equal(theirs[key]) for key in mine)
 
 
+@pytest.mark.thorough
 def test_under_another_placement(base: Path, whole: Path) -> None:
     out = base / "moved"
     assert set(run(plan(base, "one"), out, stop_after=2)) == {""}

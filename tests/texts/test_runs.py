@@ -39,6 +39,7 @@ def alone(base: Path):  # type: ignore[no-untyped-def]
     return run(base, SELF_REWARDING, "alone")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", thorough_between(PLACES))
 def test_the_placement_changes_no_number(base: Path, alone, place: str) -> None:  # type: ignore[no-untyped-def]
     found = run(base, SELF_REWARDING, place, place=PLACES[place], like=alone)
@@ -47,6 +48,7 @@ def test_the_placement_changes_no_number(base: Path, alone, place: str) -> None:
         assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-5), place
 
 
+@pytest.mark.thorough
 def test_against_a_program_that_has_none_of_this(base: Path) -> None:
     """Ids of the judge's prompts, its greedy responses, and the rewards that follow from them."""
     seen = base / "seen/rows.jsonl"
@@ -115,6 +117,7 @@ CRITIQUE = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("body", [PAIRWISE, SOME, CRITIQUE], ids=["pairwise", "some", "critique"])
 def test_two_batches_and_missing_rows(base: Path, body: str) -> None:
     first = run(base, body, "one", steps=2)
@@ -145,6 +148,7 @@ flow f(steps=1) {
     assert 0 < found["more"] <= 4 and 0 < found["again"] <= 4
 
 
+@pytest.mark.thorough
 def test_an_evaluation_with_a_judge(base: Path) -> None:
     body = SELF_REWARDING + """
   every 2 {
@@ -163,7 +167,7 @@ def test_an_evaluation_with_a_judge(base: Path) -> None:
             first[1], rel=2e-4, abs=2e-5)
 
 
-@pytest.mark.parametrize("over_long, code", [("error", "RL0789"), ("truncate", ""), ("drop", "")])
+@pytest.mark.parametrize("over_long, code", thorough_between([("error", "RL0789"), ("truncate", ""), ("drop", "")]))
 def test_prompts_that_are_too_long(base: Path, over_long: str, code: str) -> None:
     body = SELF_REWARDING.replace("metric long = mean(len(verdict))", "metric long = count(len(verdict))")
     # all completions are as long, and not those of a model that training has changed

@@ -114,6 +114,7 @@ def losses(count: int) -> Iterator[list[Made]]:
             yield kind
 
 
+@pytest.mark.thorough
 def test_generated_losses_that_pass_have_the_mean_of_their_minibatches() -> None:
     passed = refused = 0
     for terms in losses(300):

@@ -38,6 +38,7 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield f"lag {lag}", replace(plan, header=replace(plan.header, lag=lag))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lag", "ahead"])
 def test_no_event_may_run_earlier_or_later(name: str) -> None:
     """A change that leaves the meaning as it is may be accepted: a reward may be computed a turn later."""

@@ -23,6 +23,7 @@ from rldsl.sharding.layout import Coordinate, axis_ranks, coordinate
 from rldsl.verify import issue_order
 from rldsl.verify.issue_order import CommOp, IssueOrder, _case, _dp_coordinates_to_check, deadlock_reason
 from tests.plan.sample import grpo
+from tests.samples import thorough_between
 from tests.verify.faults import codes
 from tests.verify.plans import folder
 from tests.world import run_world
@@ -37,13 +38,14 @@ def test_no_call_of_the_backend_can_stop_for_ever(kind: type) -> None:
         assert not deadlock_reason(TORCH.sequence_of(kind), replace(X, pp=pp, tp=tp, dp=dp), count), (pp, tp, dp, count)
 
 
+@pytest.mark.thorough
 def test_interleaved_training_cannot_stop_for_ever() -> None:
     for pp, vpp, tp, zero, count in product((2, 3, 4), (2, 3), (1, 2), (0, 3), (1, 2, 3, 7, 8)):
         x = replace(X, pp=pp, vpp=vpp, tp=tp, dp=2, zero=zero)
         assert not deadlock_reason(TORCH.train, x, count), (x, count)
 
 
-@pytest.mark.parametrize("kind", [Generate, Infer, Train])
+@pytest.mark.parametrize("kind", thorough_between([Generate, Infer, Train]))
 def test_ranks_that_share_experts_cannot_stop_for_ever(kind: type) -> None:
     for pp, tp, zero, (dp, ep), count in product((1, 3), (1, 2), (0, 1, 2, 3), ((2, 2), (4, 2), (8, 4)), (1, 2, 5)):
         x = replace(X, pp=pp, tp=tp, dp=dp, ep=ep, zero=zero)
@@ -191,6 +193,7 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
     return asked
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("degrees, more", [("tp=2 pp=2", ""), ("dp=2 pp=2", "vpp=2"), ("dp=2 tp=2", "")])
 def test_the_backend_issues_what_is_written_down(degrees: str, more: str, tmp_path: Path) -> None:
     with folder() as here:

@@ -85,6 +85,7 @@ def test_what_the_compiler_writes_is_what_the_directories_describe(plans: dict[s
         assert found.compared == tuple(m.name for m in plan.models)
 
 
+@pytest.mark.thorough
 def test_every_other_parameter_table_is_refused(plans: dict[str, Plan]) -> None:
     count, by_comparison = 0, 0
     for name, plan in plans.items():
@@ -207,6 +208,7 @@ def test_only_the_models_that_were_asked_for(plans: dict[str, Plan]) -> None:
     assert check_model_tables(bad).faults and not check_model_tables(bad, ["ref"]).faults
 
 
+@pytest.mark.thorough
 def test_a_run_refuses_before_it_reads_a_weight(plans: dict[str, Plan], here: Path, tmp_path: Path,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here)

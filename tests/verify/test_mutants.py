@@ -28,6 +28,7 @@ from rldsl.reshard.records import ReshardPlan
 from rldsl.verify import STAGES, issue_order, reshards, saves, verify
 from rldsl.verify.tables import tables
 from tests.plan.sample import grpo
+from tests.samples import thorough_between
 from tests.verify.faults import change, codes, faults, row
 from tests.verify.mutate import Mutator, at, put, records
 from tests.verify.mutate_rows import OPERATORS, row_mutants
@@ -98,7 +99,7 @@ def moved(find: Callable[..., int]) -> Callable[..., int]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thorough_between(NAMES))
 def test_a_plan_verifies_after_a_round_trip_and_runs(name: str, plans: dict[str, Plan]) -> None:
     plan = decode(encode(plans[name]), name)
     assert plan == plans[name] and verify(plan).events > 10
@@ -150,6 +151,7 @@ def test_every_harmful_mutant_is_rejected(plans: dict[str, Plan], capsys: pytest
     assert len(by_check) >= 12 and len({t.split(".")[0] for t in touched if "." in t}) >= 30
 
 
+@pytest.mark.thorough
 @pytest.mark.many
 def test_every_mistake_with_rows_is_rejected(plans: dict[str, Plan]) -> None:
     """Consistent mistakes with rows, buffers and tokenizers; every operator makes harmful ones."""

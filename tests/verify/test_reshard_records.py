@@ -72,6 +72,7 @@ def codes(found: Callable[[], Iterator[str]]) -> set[str]:
         return {type(wrong).__name__}
 
 
+@pytest.mark.thorough
 def test_both_accept_what_the_planner_makes() -> None:
     several = 0
     for case in reshards(120, 1):
@@ -80,6 +81,7 @@ def test_both_accept_what_the_planner_makes() -> None:
     assert several > 30, "plans in which node groups share a record"
 
 
+@pytest.mark.thorough
 def test_whatever_a_rank_shows_the_records_show() -> None:
     """Any number of the records one larger or smaller: of one group among equal ones, or of one cell."""
     draw, wrong, only_records = random.Random(2), 0, 0

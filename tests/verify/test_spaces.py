@@ -11,6 +11,7 @@ import pytest
 from rldsl.plan.model import Frame, Plan, Space
 from tests.plan.sample import grpo
 from tests.effort import calls
+from tests.samples import thorough_between
 from tests.verify.faults import codes, faults
 from tests.verify.mutate import space_mutant
 from tests.verify.plans import compiled
@@ -109,7 +110,7 @@ def test_every_number_of_iterations_is_that_of_its_loop(dynamic: Plan) -> None:
             assert {d.code for d in faults(space(dynamic, s.id, iterations=other))} & {"RL0536", "RL0612", "RL0615"}, s.id
 
 
-@pytest.mark.parametrize("name", ["sample", "grpo", "dpo", "eval", "dynamic"])
+@pytest.mark.parametrize("name", thorough_between(["sample", "grpo", "dpo", "eval", "dynamic"]))
 def test_every_harmful_tree_is_refused(name: str) -> None:
     """Trees that are sound by themselves, but not those of the plan's events: what the simulator of all ranks calls
     harmful has a code."""
@@ -128,6 +129,7 @@ def test_every_harmful_tree_is_refused(name: str) -> None:
     assert refused >= 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("link", ["parent", "of"])
 def test_a_chain_without_end_is_refused_in_bounded_work(link: str) -> None:
     plan = grpo()

@@ -56,6 +56,7 @@ def difference(engine: Any, plain: Any, step: int = 0) -> float:
     return float((found.logprobs - plain.infer([found.batch], "logprobs", 1.0)).abs().max())
 
 
+@pytest.mark.thorough
 def test_log_probs_are_those_of_the_adapted_model(both: tuple[Any, Any]) -> None:
     """From the adapter's files, and whenever the factors have changed. The base is the torch backend's own, and stays
     as it is."""

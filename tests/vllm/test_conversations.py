@@ -115,6 +115,7 @@ def test_when_environments_answer_and_how_many_slots_there_are_decides_nothing(b
     assert len(nothing.batch) == 0 and nothing.rewards.numel() == 0
 
 
+@pytest.mark.thorough
 def test_what_ends_a_turn(both: tuple[Any, Any]) -> None:
     """An end-of-sequence token or a stop string; a limit otherwise, which the environment hears of."""
     engine, _ = both
@@ -135,6 +136,7 @@ def test_what_ends_a_turn(both: tuple[Any, Any]) -> None:
     assert all(eos not in call[2] for call in talk.calls if call[0] == "said")
 
 
+@pytest.mark.thorough
 def test_branches_of_an_agent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a prompt of its own for vLLM; its log-probs are those of its own context."""
     from transformers import AutoTokenizer
@@ -187,6 +189,7 @@ def test_an_engine_that_dies_in_a_turn(alone: Any, monkeypatch: pytest.MonkeyPat
     assert d.notes[-1] == "the stand-in ends here" and "--resume" in d.help
 
 
+@pytest.mark.thorough
 def test_an_engine_that_hangs_in_a_turn(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     talked(alone)
     monkeypatch.setattr(process, "SILENCE_LIMIT", 0.2)
@@ -229,6 +232,7 @@ def test_a_wrong_number_of_tokens(changed: dict[str, Any], note: str) -> None:
     assert note in caught.value.diagnostics[0].notes[0]
 
 
+@pytest.mark.thorough
 def test_a_wrong_number_of_tokens_ends_the_call(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = EngineProcess.ask
 
@@ -242,6 +246,7 @@ def test_a_wrong_number_of_tokens_ends_the_call(alone: Any, monkeypatch: pytest.
     assert "its responses have" in d.notes[0]
 
 
+@pytest.mark.thorough
 def test_an_environment_that_fails_is_named_and_the_engine_stays(alone: Any) -> None:
     class Fails(Rows):
         def said(self, *args: Any) -> None:

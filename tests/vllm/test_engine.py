@@ -281,6 +281,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_an_engine_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "talks.py").write_text(TALKS)
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/talks.py" "$1"\n')

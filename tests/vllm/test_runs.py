@@ -85,6 +85,7 @@ def weights(out: str) -> dict[str, torch.Tensor]:
     return {name: x for file in files for name, x in load_file(file).items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", BOTH)
 def test_grpo_learns_dies_and_resumes(engine: str) -> None:
     """The run that resumes after an engine died ends with the same tokens, metrics and weights as the undisturbed
@@ -154,6 +155,7 @@ class Digits:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", BOTH)
 def test_conversations_of_a_model_with_adapters(engine: str) -> None:
     """It learns; and, with the stand-in, an engine that dies in a turn ends the run, which resumes to the same."""
@@ -176,6 +178,7 @@ def test_conversations_of_a_model_with_adapters(engine: str) -> None:
     assert computed(broken) == computed(whole)
 
 
+@pytest.mark.thorough
 def test_placements_give_the_same_tokens() -> None:
     """One rank or two, few slots, training with tp, a copy that is dropped in every step."""
     runs = {"plain": dict(), "slots": dict(more="mbs=3", train="0:2) tp=2"), "dropped": dict(mesh="1:2)", more="keep=false")}

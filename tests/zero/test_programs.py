@@ -57,6 +57,7 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return grpo(tiny, tmp_path_factory.mktemp("alone"), rules(1, "dp=1 zero=3"), **FEW)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks, where", [
     (4, "dp=4 zero=2"), (4, "dp=2 tp=2 zero=1 mbs=1"), (4, "dp=2 pp=2 zero=3 mbs=1 recompute=full")])
 def test_grpo_is_that_of_one_rank(tiny, alone, tmp_path, ranks, where):
@@ -94,6 +95,7 @@ def plan(tiny: Path, folder: Path, place: str) -> bytes:
                            place, folder)
 
 
+@pytest.mark.thorough
 def test_checkpoints_go_on_exactly_and_elsewhere(tiny, tmp_path):
     """From zero=3 on two ranks: on the same bit for bit; on one rank, and on four with another division."""
     home = small(2, "dp=2 zero=3")

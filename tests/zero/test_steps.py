@@ -36,6 +36,7 @@ CASES = [("qwen3", dict(num_hidden_layers=3), "causal_lm", "logprobs", EVERY),
          ("qwen3", TWO, "value_model", "values", [at(dp=4, zero=2), at(dp=2, pp=2, zero=3)])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, overrides, kind, what, every", thorough_between(CASES), ids=["qwen3", "tied", "llama", "values"])
 def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, every):
     """The last step has one row: all shards but one have none."""
@@ -85,6 +86,7 @@ def halves(rank: int, path: str) -> list[tuple[list[float], dict[str, np.ndarray
     return out
 
 
+@pytest.mark.thorough
 def test_halves_are_as_without(tmp_path):
     """Only matrices travel in bfloat16, so that the numbers are those of a run that gathers nothing."""
     (norms, plain), *others = run_world(2, halves, str(make_model(tmp_path / "m")))[0]
