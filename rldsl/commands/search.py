@@ -6,8 +6,11 @@ In: a program, a cluster's file or preset. Out: text or JSON; a placement file.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rldsl import api
@@ -18,7 +21,7 @@ from rldsl.files import keep_inputs, write
 from rldsl.graph.model import Graph
 from rldsl.models.families import describe
 from rldsl.plan.expr import Scalar
-from rldsl.progress import Interrupted
+from rldsl.progress import Interrupted, stage
 from rldsl.search import Answer, Options, PreparedProgram, find_placement, prepare_program, unless_locked
 from rldsl.search.branch_and_bound import Result
 from rldsl.search.modes import is_mode
@@ -50,13 +53,13 @@ def search(request: SearchRequest, target: str, as_json: bool) -> str:
 
     keep_inputs(target, (request.file, request.cluster))
     cluster, p = _prepare(request)
-    answer, timed_out = _run_search(p, cluster, request)
-    text = placement_file.format_placement_file(p, answer, compiler_version(), cluster.name, timed_out)
+    answer, stopped_by = _run_search(p, cluster, request)
+    text = placement_file.format_placement_file(p, answer, compiler_version(), cluster.name, stopped_by)
     write(target, text.encode(), "choose another path with -o")
     if as_json:
         return answer_text.to_json(answer, cluster.name)
     profile = cost_source_text(cluster, answer)
-    return answer_text.format_answer(answer, request.file, cluster.name, profile, timed_out) + (
+    return answer_text.format_answer(answer, request.file, cluster.name, profile, stopped_by) + (
         f"\n  wrote {target}; next: rlc compile {request.file} --place {target}\n")
 
 
@@ -99,26 +102,52 @@ def _graph(request: SearchRequest) -> Graph:
         api.build_graph(api.read_source(request.file), request.sets, rules, request.overrides))
 
 
-def _run_search(p: PreparedProgram, cluster: Cluster, request: SearchRequest) -> tuple[Answer, bool]:
-    """(the answer, whether the time limit ended the search)."""
-    begin = time.process_time()
-    timed_out = False
+def _run_search(p: PreparedProgram, cluster: Cluster, request: SearchRequest) -> tuple[Answer, str]:
+    """(the answer, "--seconds" or "Ctrl-C" if that ended the search)."""
+    begin, stopped_by, interrupted = time.process_time(), "", False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
 
     def should_continue(_: Result) -> bool:
-        nonlocal timed_out
-        timed_out = bool(request.seconds) and time.process_time() - begin > request.seconds
-        return not timed_out
+        nonlocal stopped_by
+        if interrupted:
+            stopped_by = "Ctrl-C"
+        elif request.seconds and time.process_time() - begin > request.seconds:
+            stopped_by = "--seconds"
+        return not stopped_by
 
     options = Options(gap=request.gap, lengths=request.lengths, should_continue=should_continue,
                       num_processes=request.jobs)
     try:
-        answer = find_placement(p, cluster, p.placed.memory, options)
+        with _first_interrupt(interrupt):
+            return find_placement(p, cluster, p.placed.memory, options), stopped_by
     except KeyboardInterrupt:
         took = time.process_time() - begin
-        raise Interrupted(f"the search was interrupted after {took:.0f} s of CPU time; nothing was written. With "
-                          f"`--seconds {max(took, 1):.0f}`, it stops by then and writes the best placement it has found"
-                          ) from None
-    return answer, timed_out
+        raise Interrupted(f"the search was interrupted after {took:.0f} s of CPU time; nothing was written. After one "
+                          "Ctrl-C, it writes the best placement as soon as it has found one") from None
+
+
+@contextmanager
+def _first_interrupt(interrupt: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C in the block calls `interrupt`, and the second one raises KeyboardInterrupt. Other threads than
+    the main one cannot handle signals: for them nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        interrupt()
+        stage("stopping with the best placement so far; another Ctrl-C stops without one")
+
+    before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def cost_source_text(cluster: Cluster, answer: Answer) -> str:

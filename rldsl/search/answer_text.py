@@ -59,9 +59,9 @@ def _next_best_text(i: Evaluator, a: Assignment, c: int, now: float, outcomes: M
             f"{outcomes.get(found.assignment, 'not simulated')}")
 
 
-def format_answer(answer: Answer, name: str, cluster: str, profile: str, timed_out: bool = False) -> str:
-    """name, cluster: of the program and the cluster. profile: where the times come from. timed_out: whether a time
-    limit ended the search."""
+def format_answer(answer: Answer, name: str, cluster: str, profile: str, stopped_by: str = "") -> str:
+    """name, cluster: of the program and the cluster. profile: where the times come from. stopped_by: "--seconds" or
+    "Ctrl-C", which ended the search."""
     best, i = answer.best[0], answer.evaluator
     memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
     out = [f"{name} on {cluster}: {counted(answer.problem.world, 'rank')}", "",
@@ -69,7 +69,7 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str, timed_o
            f"{human(best.bytes)}{memory} peak per rank"]
     if answer.result.bound:
         out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      "
-                   f"{answer.result.num_nodes} search nodes: {end_text(answer, timed_out)}")
+                   f"{answer.result.num_nodes} search nodes: {end_text(answer, stopped_by)}")
     out += [f"  times  {profile}", "", *table_lines(i, best, answer.outcomes), ""]
     if len(answer.best) > 1:
         out.append("  next best")
@@ -78,12 +78,12 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str, timed_o
     return "\n".join(line.rstrip() for line in out) + "\n"
 
 
-def end_text(answer: Answer, timed_out: bool = False) -> str:
+def end_text(answer: Answer, stopped_by: str = "") -> str:
     """Why the search ended, and why the gap may be larger than the accepted one."""
     if not answer.result.complete and answer.result.num_nodes >= NUM_NODES and answer.result.gap <= WIDE_GAP:
         return f"within {WIDE_GAP:.0%} after {NUM_NODES:,} search nodes"
     if not answer.result.complete:
-        return "stopped by --seconds" if timed_out else "stopped at the maximum number of search nodes"
+        return f"stopped {f'by {stopped_by}' if stopped_by else 'at the maximum number of search nodes'}"
     if answer.gap <= answer.accepted_gap:
         return f"within the accepted gap of {answer.accepted_gap:.2%}"
     if answer.result.gap > answer.accepted_gap:

@@ -19,9 +19,9 @@ from rldsl.search.settings import Setting, clause_text
 from rldsl.simulate.lengths import Lengths
 
 
-def format_placement_file(p: PreparedProgram, answer: Answer, version: str, cluster: str, timed_out: bool,
+def format_placement_file(p: PreparedProgram, answer: Answer, version: str, cluster: str, stopped_by: str,
                           lines: Sequence[str] = ()) -> str:
-    """cluster: its name. timed_out: whether a time limit ended the search. lines: more of the header."""
+    """cluster: its name. stopped_by: as of `format_answer`. lines: more of the header."""
     best, machine, size = answer.best[0], p.placed.graph.cluster, answer.problem.cluster
     header = [f"Placement of {p.placed.graph.program} by rldsl {version}.", "",
               f"cluster    {cluster}: {counted(size.nodes, 'node')} of {counted(size.gpus, 'device')}",
@@ -30,7 +30,7 @@ def format_placement_file(p: PreparedProgram, answer: Answer, version: str, clus
         header.append(f"bound      {seconds_text(answer.bound)}: no placement in the search space is faster; "
                       f"gap {answer.gap:.2%}")
         header.append(f"search     {answer.result.num_nodes} search nodes"
-                      f"{', stopped by --seconds' if timed_out else ''}; deterministic, no random seed")
+                      f"{f', stopped by {stopped_by}' if stopped_by else ''}; deterministic, no random seed")
     header += lines
     comments = "".join(f"# {line}".rstrip() + "\n" for line in header)
     memory = f" memory_gb={_number_text(machine.memory_gb)}" if machine and machine.memory_gb else ""

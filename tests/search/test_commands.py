@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,6 +18,7 @@ from rldsl.commands import search as work
 from rldsl.placement.place import place_graph
 from rldsl.plan.codec import decode
 from rldsl.progress import listening
+from rldsl.search import find_placement
 from rldsl.search.candidates import CandidateTable
 from rldsl.search.parallel import fill
 from rldsl.simulate import Lengths
@@ -206,13 +211,30 @@ def test_the_gap_is_shown_while_it_searches() -> None:
     assert all("best" in s and "bound" in s for s in said if "gap" in s)
 
 
-def test_ctrl_c_names_the_option_that_keeps_the_best_so_far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_a_second_ctrl_c_stops_without_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.0)
 
-    monkeypatch.setattr("rldsl.commands.search.find_placement", interrupt)
+    monkeypatch.setattr("rldsl.commands.search.find_placement", twice)
     done = rlc("search", "grpo.rlf", "--cluster", "two.yaml")
-    assert done.exit_code == 130 and "nothing was written" in done.output and "--seconds" in done.output
+    assert done.exit_code == 130 and "nothing was written" in done.output
+    assert not (folder / "grpo.place.rlf").exists()
+
+
+def test_ctrl_c_writes_the_best_so_far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(*arguments: Any) -> object:
+        os.kill(os.getpid(), signal.SIGINT)  # before anything is found
+        return find_placement(*arguments)
+
+    monkeypatch.setattr("rldsl.commands.search.find_placement", interrupted)
+    done = rlc("search", "grpo.rlf", "--cluster", "two.yaml", "--gap", "0")
+    assert done.exit_code == 0 and "stopped by Ctrl-C" in done.output
+    assert "stopped by Ctrl-C" in (folder / "grpo.place.rlf").read_text()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_expected_lengths_are_in_the_header(folder: Path) -> None:
