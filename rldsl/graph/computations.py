@@ -111,8 +111,8 @@ class Computations:
         return out
 
     def _hoist_inner_reductions(self, term: Term) -> Term:
-        """`term`, of which no argument reduces to batch: what it reduces itself may range over a selection and over
-        what that was selected from, which are divided alike."""
+        """`term`, with what its arguments reduce to batch as separate values. Its own reduction to batch stays: it may
+        range over a selection and over what that was selected from, which are divided alike."""
         known: dict[int, Term] = {}
         if not _to_batch(term):
             return self._hoist_batch_reductions(term, known)

@@ -1,7 +1,8 @@
 """Checkpoint: the end of every step of a program that has one.
 
 In: an ordered draft with frees. Out: the same with one Checkpoint after everything else. Invariant: it reads what the
-next step takes over from this one: trained copies, models that follow others, and states.
+next step takes over from this one: trained copies, models that follow others, states, replay buffers, and the value
+that may stop the run.
 """
 
 from __future__ import annotations

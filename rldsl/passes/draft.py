@@ -2,8 +2,8 @@
 
 In: a `PlacedGraph`. Out: a `Draft`: events before the loop (`setup`) and in a step (`body`), with ids made of content.
 Invariant: every buffer of an event is `value@spread` or `model@layout`, with the right side in the draft's tables from
-the pass `lengths` on. Before it, spreads that are held in full (`replicated_spread_id`) have an id and no record. Event
-ids are 0 until `emit`.
+the pass `lengths` on. Before it, spreads of frames that are held in full (`replicated_spread_id`) have an id and no
+record. Event ids are 0 until `emit`.
 """
 
 from __future__ import annotations

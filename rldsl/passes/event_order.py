@@ -32,7 +32,7 @@ class _Job:
 
     needs: frozenset[str]  # what must exist before it runs
     makes: frozenset[str]  # what exists once it has run
-    ranks: frozenset[int]  # by the first of ranks that are in the same meshes
+    ranks: frozenset[int]  # one of each set of ranks that are in the same meshes
     cost: int  # clock ticks that it takes
     priority: int  # at equal times; of `PRIORITY`
 
@@ -48,11 +48,11 @@ def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
     inner = tuple(replace(i, body=_block(draft, i.body, values, lengths_in, in_loop or isinstance(i, Loop)))
                   if isinstance(i, When | Loop) else i for i in items)
     jobs = _jobs(draft, inner, values, lengths_in)
-    begun = _movement_of_earlier_turns(inner, jobs) if draft.placed.graph.lag and not in_loop else frozenset()
+    begun = _movement_of_earlier_iterations(inner, jobs) if draft.placed.graph.lag and not in_loop else frozenset()
     return tuple(inner[i] for i in schedule(jobs, begun))
 
 
-def _movement_of_earlier_turns(items: Sequence[Item], jobs: Sequence[_Job]) -> frozenset[int]:
+def _movement_of_earlier_iterations(items: Sequence[Item], jobs: Sequence[_Job]) -> frozenset[int]:
     """The indices of the movements that bring what an earlier iteration has made. They come first: ranks that generate
     would otherwise begin with the next rows, and those that train wait for these."""
     found = set[int]()
@@ -65,8 +65,8 @@ def _movement_of_earlier_turns(items: Sequence[Item], jobs: Sequence[_Job]) -> f
 
 def _jobs(draft: Draft, items: Sequence[Item], values: Mapping[str, Value],
           lengths_in: LengthsSpreads) -> list[_Job]:
-    """What each item of a block needs, makes and keeps busy. One of the ranks that are in the same meshes is enough:
-    the same keeps all of them busy."""
+    """What each item of a block needs, makes and keeps busy. One rank stands for all that are in the same meshes, since
+    they are busy at the same time."""
     meshes = {e.mesh: draft.ranks(e.mesh) for e in events(items)}
     firsts = defaultdict[str, set[int]](set)  # mesh -> the first of each such ranks
     for inside, ranks in group_equal_ranks(meshes, draft.placed.world).items():

@@ -1,8 +1,9 @@
 """Communicators: what the runtime must create at start-up. In: events and tables. Out: Group records, deduplicated.
 
 Layouts of calls need "tp", "pp", "dp", "cp" and "ep" where the degree is above 1, "expert_dp" where several runs of ep
-ranks have all experts each, and "mesh" when they have several ranks; Lengths, Compute, Save and Checkpoint need
-their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
+ranks have all experts each, and "mesh" when they have several ranks. Kinds with `communicators="mesh"`
+(`plan/traits.py`), such as Lengths and Compute, need their mesh. Point-to-point events (Transfer, Realloc, Log) need
+none.
 """
 
 from __future__ import annotations

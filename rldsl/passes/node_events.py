@@ -13,7 +13,7 @@ from typing import Any, assert_never
 from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, ahead_spread_id, loop_spread_id, replicated_spread_id, row_states_spread_id
-from rldsl.passes.row_spreads import by_prompts, named, on_every_rank, spread_of, tokens_per_pass
+from rldsl.passes.row_spreads import by_prompts, on_every_rank, spread_of, tokens_per_pass, with_id
 from rldsl.passes.run_ahead import steps_ahead
 from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, PlacedGraph, Placement, mesh_of_range, mesh_of_set
@@ -148,7 +148,7 @@ class _EventBuilder:
         whose rows stay on the ranks that made them."""
         placement = self.placements[node.id]
         slots = spread_of(node, placement, self.frames)
-        into = named(replace(slots, frames=(node.into,)))
+        into = with_id(replace(slots, frames=(node.into,)))
         old, new = self.frames[node.frame], self.frames[node.into]
         fetched = f"{old.id}.tokens" in self.replicated
         of = ahead_spread_id if node.id in self.ahead else replicated_spread_id
@@ -347,14 +347,14 @@ class _EventBuilder:
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].calls_python:  # each row on one rank, as in a computation
             return by_prompts(placement, (node.source, *(frame for _, frame in node.given)), self.frames)
         if isinstance(node, g.Derive) and DERIVE_OPS[node.op].several:  # nobody knows the lengths of its rows yet
-            return named(Spread("", placement.mesh.id, placement.layout.id, (node.frame,), "prompt", "slot"))
+            return with_id(Spread("", placement.mesh.id, placement.layout.id, (node.frame,), "prompt", "slot"))
         if isinstance(node, g.Derive) and node.parts:  # all parts of a sequence on one rank
             return by_prompts(placement, node.parts, self.frames)
         if isinstance(node, g.Derive):
             made = self.spreads.get(self.made_in.get(node.values[0][0], ""))
             if made is not None and made.granularity != "all" and self._fits(node, made):
                 return made
-            return named(Spread("", placement.mesh.id, placement.layout.id, (node.source,), "prompt", "tokens"))
+            return with_id(Spread("", placement.mesh.id, placement.layout.id, (node.source,), "prompt", "tokens"))
         return spread_of(node, placement, self.frames)
 
     def _fits(self, node: g.Derive, spread: Spread) -> bool:

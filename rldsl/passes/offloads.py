@@ -101,9 +101,10 @@ def _not_trained(draft: Draft) -> set[Copy]:
 
 
 def prefetch(draft: Draft) -> Draft:
-    """An ordered draft with each Onload directly after the previous call on its ranks and the offloads there. It then
-    overlaps what is between calls (transfers, rewards, computations), and no rank needs more memory. An offload and an
-    onload of the same copy cancel out if no call on its ranks is between them."""
+    """An ordered draft with each Onload as far ahead as possible: behind the previous call on its ranks, the offloads
+    there, and whatever uses the copy. Onloads keep their order, and none leaves its block. It then overlaps what is
+    between calls (transfers, rewards, computations), and no rank needs more memory. An offload and an onload of the
+    same copy cancel out if no call on its ranks and no block is between them."""
     def cancel_round_trips(items: tuple[Item, ...]) -> tuple[Item, ...]:
         out: list[Item] = []
         for item in items:
@@ -127,7 +128,8 @@ def prefetch(draft: Draft) -> Draft:
 
 
 def _matching_offload(draft: Draft, onload: Onload, before: Sequence[Item]) -> int | None:
-    """The index in `before` of the offload that `onload` reverts; None if a call on its ranks is between them."""
+    """The index in `before` of the offload that `onload` reverts; None if a call on its ranks or a block is between
+    them."""
     for at in range(len(before) - 1, -1, -1):
         item = before[at]
         if isinstance(item, Offload) and _copy_part(item) == _copy_part(onload):

@@ -5,7 +5,8 @@ next train call of the model; what holds at the top of a loop is what holds on e
 copy that a train call of step i made stale is brought up to date in step i+1. Frozen models are loaded under each
 layout instead. A copy with keep=false lives in the block whose realloc writes it, and never across a train call. A sync
 makes a new version of its target, everywhere at once (`syncs.py`).
-Invariant: before every call the copy under its layout is current, and no realloc writes a copy that already is.
+Invariant: before every call the copy under its layout is current, and no realloc writes a copy that already is: the
+verifier proves that (`verify/versions.py`). Checked here is what makes versions at all.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def _trained(block: When | Loop) -> set[str]:
 
 
 def check_reallocs(draft: Draft) -> None:
-    """Each trained model is written by its loads, trains and own reallocs only, and these start from its training
-    layout."""
+    """Each trained model is written by its loads, trains and own reallocs only, and the reallocs start from its
+    training layout."""
     train_layouts = {m.name: m.train_layout for m in draft.placed.models}
     for e in events(draft.body):
         if isinstance(e, Realloc) and train_layouts[e.model]:

@@ -27,12 +27,12 @@ def spread_of(node: g.Node, placement: Placement, frames: Mapping[str, IndexedFr
         case g.Generate():  # with `per_step`, a response stays where it began; the number of branches is not known
             several = node.conversation is not None and node.conversation.branches > 1
             how: Literal["count", "slot"] = "slot" if node.per_step or several else "count"
-            return named(Spread("", mesh, layout, (node.frame,), "prompt", how))
+            return with_id(Spread("", mesh, layout, (node.frame,), "prompt", how))
         case g.Infer():
-            return named(Spread("", mesh, layout, (node.frame,), "row", "tokens"))
+            return with_id(Spread("", mesh, layout, (node.frame,), "row", "tokens"))
         case g.Train():
             unit: Literal["row", "prompt"] = "prompt" if node.whole_prompts else "row"
-            return named(Spread("", mesh, layout, node.frames, unit, "tokens", node.minibatches, node.epochs,
+            return with_id(Spread("", mesh, layout, node.frames, unit, "tokens", node.minibatches, node.epochs,
                                  node.shuffle, node.call if node.shuffle else 0,
                                  LEAVES if node.invariant else 0, node.minibatch_tokens))
         case g.Compute():
@@ -40,13 +40,13 @@ def spread_of(node: g.Node, placement: Placement, frames: Mapping[str, IndexedFr
                 return on_every_rank(placement.mesh)
             return by_prompts(placement, node.frames, frames)
         case g.Collect():  # the same share of every iteration, wherever the rows of an iteration were made
-            return named(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
+            return with_id(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
     raise internal_error(f"no spread for {type(node).__name__} {node.id}", "pass node_events")
 
 
 def tokens_per_pass(node: g.Train, frames: Mapping[str, IndexedFrame], layout: Layout, given: int) -> int:
-    """Tokens that are computed together, at most; 0: any number. given: `mbt` of the place. Under `cp`, and in half
-    precision under `zero`, leaves are computed apart (`Stage.joins_leaves`)."""
+    """Tokens that are computed together, at most; 0: any number. given: `mbt` of the place. Leaves are computed
+    apart under `cp`, and under `zero`, since half precision does not join them there (`Stage.joins_leaves`)."""
     if given or not node.invariant:
         return given
     apart = layout.cp > 1 or layout.zero
@@ -64,7 +64,7 @@ def by_prompts(placement: Placement, of: Iterable[str], frames: Mapping[str, Ind
         return above != "" and (above in divided or is_selected(above))
 
     chosen = sorted({f.id for f in found if not is_selected(f.prompt_space)})
-    return named(Spread("", placement.mesh.id, placement.layout.id, tuple(chosen), "prompt", "tokens"))
+    return with_id(Spread("", placement.mesh.id, placement.layout.id, tuple(chosen), "prompt", "tokens"))
 
 
 def on_every_rank(mesh: Mesh) -> Spread:
@@ -72,7 +72,7 @@ def on_every_rank(mesh: Mesh) -> Spread:
     return Spread(replicated_spread_id(f"ranks {mesh.id}"), mesh.id, granularity="all")
 
 
-def named(s: Spread) -> Spread:
+def with_id(s: Spread) -> Spread:
     """`s` with an id made of its content, so that equal spreads have one id."""
     shuffled = f" shuffled {s.call}" if s.shuffle else ""
     size = f" of {s.minibatch_tokens} tokens" if s.minibatch_tokens else ""

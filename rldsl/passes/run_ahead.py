@@ -1,4 +1,4 @@
-"""`lag=k`: how far each event of a step runs ahead.
+"""`lag=k`: how far each event of a step runs ahead. With `ahead=a` it works in iteration i for step i + a.
 
 In: a draft in program order, whose events of nodes that run ahead say so. Out: the same for the events that passes
 inserted: what brings a value runs as early as its earliest reader needs it, so no rank that trains waits for the rows
@@ -9,8 +9,8 @@ which anything else of the block runs.
 
 Generation, and what it is made from, runs `lag` steps ahead on any ranks: the program says so. What else may run ahead
 (`graph/lag.py`) does so on ranks that do not train, for otherwise a step would wait there for a reward of its own rows
-while those that generate wait, too. On the generating ranks it would cost time alone, so it runs one step
-later than these where the lag is large enough.
+while those that generate wait, too. On the ranks that generate, it runs lag - 1
+steps ahead (at least 1): there a step more would only delay the next generation.
 """
 
 from __future__ import annotations

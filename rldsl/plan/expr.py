@@ -1,7 +1,8 @@
 """Arithmetic of the plan: typed straight-line programs over ragged batches.
 
 A `Program` is what remains of `fn`s, `loss`es and flow expressions after the compiler has inlined them. The compiler
-writes it, `runtime/interpreter/expression_programs.py` runs it with torch, and it travels inside the plan as JSON.
+writes it, and it travels inside the plan as JSON. In `runtime/interpreter`, `expression_programs.py` runs those of flow
+expressions, `minibatch_loss.py` and `whole_minibatch.py` those of losses.
 
 Levels, coarse to fine: `batch` < `prompt` < `seq` < `turn` < `token` < `entry`. A node's `space` says which index set
 it ranges over: "" at batch level, a prompt space at prompt level, a row space at seq level, a frame at turn and token

@@ -78,15 +78,15 @@ class Spread:
     # what stays together: a sequence, all sequences of a prompt, or everything (every rank of the mesh holds every row)
     granularity: Literal["row", "prompt", "all"] = "row"
     # count: equal numbers in contiguous runs; tokens: balanced by the cost of sequences, a function of their token
-    # counts (`sharding/balance.py`); slot: equal numbers of 0..count-1, whether a row is present or not (the same in
-    # each iteration of a frame with several)
+    # counts (`sharding/balance.py`); slot: equal numbers of the row numbers 0..count-1, whether a row is present or
+    # not (the same in each iteration of a frame with several)
     balance_by: Literal["count", "tokens", "slot"] = "tokens"
     minibatches: int = 1  # per epoch
     epochs: int = 1  # per call
     shuffle: bool = False  # rows are divided into minibatches at random
     call: int = 0  # which of the `train` calls of its model, from 0: each divides at random in its own way
-    # into how many parts each minibatch is first divided, the same under every degree, and a dp rank has consecutive
-    # ones (`sharding/gradient_leaves.py`); 0: it is divided over the dp ranks
+    # 0: each minibatch is divided over the dp ranks. Else into how many leaves it is divided first, the same number
+    # under every degree, of which a dp rank has consecutive ones (`sharding/gradient_leaves.py`)
     leaves: int = 0
     # the most tokens of a minibatch, which takes rows in order until the next one does not fit; then `minibatches` is
     # the most there can be (`plan/spaces.py`), and the last ones are empty. 0: all have the same number of rows

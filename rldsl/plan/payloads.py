@@ -140,7 +140,7 @@ class InferSpec:
     value: ValueId  # that it makes
     temperature: float = 1.0  # divides the logits
     ids: ValueId = ""  # at level entry: the ids of the tokens, which `top` makes and `logprobs_at` reads
-    words: int = 0  # of `top`: only tokens with smaller ids are looked at, which all readers know; 0: all
+    words: int = 0  # of `top`: only tokens with smaller ids count, the vocabulary that all readers have; 0: all
 
 
 @dataclass(frozen=True, kw_only=True)

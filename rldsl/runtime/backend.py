@@ -138,7 +138,7 @@ class VocabularyReduction(Protocol):
     """What arithmetic over a whole vocabulary needs of a backend, which may divide it. Both are differentiable."""
 
     def __call__(self, op: str, x: torch.Tensor) -> torch.Tensor:
-        """[C, V_local] -> [C], over all words. op: "sum", "mean", "amax", "amin" or "count"."""
+        """[C, V_local] -> [C], over the whole vocabulary. op: "sum", "mean", "amax", "amin" or "count"."""
 
     def entries(self, x: torch.Tensor) -> torch.Tensor:
         """[C] -> [C, 1], to compute with [C, V_local]."""

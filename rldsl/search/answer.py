@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def outcomes(self) -> Mapping[Assignment, str]:
-        """What became of assignments that the estimate calls faster than the best."""
+        """What became of the other assignments that were compiled."""
         return dict.fromkeys(self.refused, "needs too much memory once compiled") | {
             other.evaluation.assignment: "slower when simulated" for other in self.best[1:]}
 

@@ -1,8 +1,8 @@
 """The best assignment, and a proof of how good it is: branch and bound, best bound first.
 
 In: an evaluator. Out: a `Result`. First every call gets a block, the calls with most work first, then every call a
-candidate. A subspace is pruned when its bound shows that nothing in it is better by more than the gap. Where that
-takes many search nodes, the search begins again with bounds that also count reshards, and take longer. The result
+candidate. A subspace is left for later when its bound shows that nothing in it is better by more than the gap. Where
+that takes many search nodes, the search begins again with bounds that also count reshards, and take longer. The result
 depends on nothing but the evaluator and the number of search nodes explored.
 """
 
@@ -188,7 +188,7 @@ class BranchAndBound:
             self.record(faster[1])
 
     def add_neighbors(self, a: Assignment) -> None:
-        """Where the greedy assignment was the best: the assignments that differ from it in one call."""
+        """Where the greedy assignment is the only one that was evaluated: some that differ from it in one call."""
         for c, job in enumerate(self.calls):
             others = (e for e in self.table.candidates(job, a.blocks[c].size) if e.strategy != a.candidates[c].strategy)
             for e in islice(others, NUM_NEIGHBORS):

@@ -34,7 +34,7 @@ from rldsl.simulate.time_costs import engine_room
 
 CHUNKS = (2, 4)  # of layers per stage (vpp) that are tried, where the program does not say
 MIN_FILL = 0.05  # share of a minibatch in which a pipeline fills and drains, from which chunks are tried
-GENERATED = ("mbs", "mbt", "vpp", "offload", "backend")  # options whose given value is the only one that is generated
+GENERATED = ("mbs", "mbt", "vpp", "offload", "backend")  # where the program gives a value, no other one is tried
 NUM_SIZES, NUM_PIPELINE_SIZES = 3, 6  # micro-batch sizes kept per layout: the largest that fit
 NUM_TOKEN_LIMITS = 2  # limits of tokens kept per layout: the largest that fit
 MAX_MEAN_ROW = 0.9  # of the longest row: limits of tokens are tried where rows are shorter on average
@@ -295,8 +295,8 @@ def _with_recompute(kind: Kind, s: Strategy) -> tuple[Strategy, ...]:
 
 
 def undominated(entries: list[Candidate]) -> list[Candidate]:
-    """The Pareto front: the candidates that no other one equals or beats in seconds, in the number of ranks that wait
-    for each other, in resident bytes and in active bytes."""
+    """The Pareto front: the candidates that no other one equals or beats in seconds, in seconds of the onload, in the
+    number of ranks that wait for each other, in resident bytes and in active bytes."""
     kept: list[Candidate] = []
     for e in sorted(entries, key=lambda e: (e.seconds, e.resident_bytes, e.active_bytes, e.strategy)):
         if not any(_dominates(k, e) for k in kept):

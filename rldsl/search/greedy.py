@@ -38,8 +38,7 @@ def choose_candidates(i: Evaluator, blocks: Sequence[Block]) -> Evaluation | Non
 def _with_cheapest_saving(i: Evaluator, blocks: Sequence[Block], candidates: tuple[Candidate, ...],
                           running: int) -> tuple[Candidate, ...] | None:
     """The change of one call (with all trainings of its model) that saves bytes while call `running` runs, at the least
-    time per byte; None if no change saves any. What all calls hold while each of them runs falls in total with each
-    change, so a sequence of changes ends."""
+    time per byte; None if no change saves any. Each change lowers `_held_by_all`, so a sequence of changes ends."""
     best: tuple[float, tuple[Candidate, ...]] | None = None
     for c, job in enumerate(i.calls):
         if not blocks[c].overlaps(blocks[running]):

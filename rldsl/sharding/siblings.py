@@ -1,7 +1,7 @@
 """Rows that have the same prompt, and divisions of rows that keep them together.
 
-In: how many neighboring rows have one prompt, and what it is of a row. Out: what a part of the rows computes if a
-prompt is computed once, and parts of neighbors. Pure functions of integers.
+In: the number of rows per prompt, and the tokens (or the cost) of each row's prompt. Out: what a part of the rows
+computes if each prompt is computed once, and parts of neighboring rows. Pure functions of integers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Siblings:
     """Rows of which a prompt is computed once, where they are in one part."""
 
     run: int  # row r has prompt r // run
-    prompts: Amounts  # of a row's amount, the part that is its prompt's
+    prompts: Amounts  # tokens (or cost) of each row's prompt
 
     def computed(self, rows: Iterable[int], amounts: Amounts) -> int:
-        """What rows, ascending, that are together compute. amounts: of rows with their prompts."""
+        """What these rows, in ascending order, compute in one part. amounts: of complete rows, prompts included."""
         total, last = 0, -1
         for r in rows:
             total += amounts[r] - (self.prompts[r] if r // self.run == last else 0)

@@ -27,16 +27,15 @@ from rldsl.verify.row_states import check_weight
 from rldsl.verify.tables import Tables, name, problem
 
 
-def check_programs(t: Tables) -> Iterator[Diagnostic]:
-    """What uses programs is looked at when they are well formed."""
-    found = [*_malformed(t)]
-    yield from found
-    for event, _ in t.events if not found else ():
+def check_uses_of_programs(t: Tables) -> Iterator[Diagnostic]:
+    """That what uses a program gives it values that fit. Programs are well formed: `check_programs` has passed."""
+    for event, _ in t.events:
         if any(r.role is Role.PROGRAM for r in references(event)):
             yield from rule_for(RULES, event, "the verifier")(t, event)
 
 
-def _malformed(t: Tables) -> Iterator[Diagnostic]:
+def check_programs(t: Tables) -> Iterator[Diagnostic]:
+    """That each program is well formed, whatever uses it."""
     for program in t.plan.programs:
         for index, node in enumerate(program.nodes):
             if fault := _fault(t, program, index, node):

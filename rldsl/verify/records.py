@@ -1,6 +1,7 @@
 """Each record is well formed: its numbers lie where they have a meaning, and its fields fit each other.
 
-In: tables. Out: diagnostics RL0612. No record is looked up here but the one at hand.
+In: tables with sound references. Out: diagnostics RL0612. What several records must agree on is checked later, except
+between a value and its entries, and between the experts of a layout and its model.
 """
 
 from __future__ import annotations

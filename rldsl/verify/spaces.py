@@ -3,9 +3,9 @@
 In: tables, perhaps with unknown names. Out: diagnostics RL0610 (unknown) and RL0612 (malformed). Rules: none is its own
 ancestor or selection; a root that concatenates other spaces has the rows of one after those of another; a space has
 `fan` rows for each row of its parent; a selection has the numbers of what it is selected from, and its parent is
-selected from that one's parent; a frame is a selection where its space is, of a frame of the space that this one is
-selected from, or has the rows of such a frame; the frame that says which rows are present lies in the rows or above
-them."""
+selected from that one's parent. A frame over a selected space is a selection itself, of a frame over the space that its
+space is selected from, or has the rows of such a frame; a frame over another space is none. The frame that says which
+rows are present lies in the rows or above them."""
 
 from __future__ import annotations
 

@@ -178,11 +178,10 @@ def _part(items: tuple[Item, ...], ahead: Sequence[int]) -> tuple[Item, ...]:
 
 def _before_first_step(t: Tables, loop: Loop, state: CopyStates, problems: list[Diagnostic],
                        cache: dict[tuple[int, CopyStates], CopyStates]) -> tuple[CopyStates, frozenset[str] | None]:
-    """The state after the iterations before the first step, in which only events that run ahead take place, and those
-    of every iteration; and what is said of the copies that are refreshed in each of these iterations though they are
-    current, None where there is no such iteration. There a copy may be refreshed that is current, since nothing has
-    been trained; and one that needs it only there. In the last iterations the events that run ahead are missing, which
-    makes no version and no copy."""
+    """(the state after the iterations before the first step, the titles of RL0522 that are found in every one of them;
+    None if there are none). Only events that run ahead take place in them, and those of every iteration. A copy may be
+    refreshed there although it is current, since nothing has been trained, or although only these iterations need it.
+    In the last iterations the events that run ahead are missing, which makes no version and no copy."""
     needless: frozenset[str] | None = None
     if loop.first >= 1:
         return state, needless

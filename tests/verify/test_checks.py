@@ -248,6 +248,8 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: row(p, "programs", 0, nodes=p.programs[0].nodes[::-1]), "RL0616"),
     (lambda p: node(p, 0, 1, attrs=(("to", "seq"),), level="seq", space="gen"), "RL0616"),
     (lambda p: node(p, 0, 3, args=(3,)), "RL0616"),
+    (lambda p: row(p, "programs", 0, nodes=(*p.programs[0].nodes, Node("mean", (), "seq", "gen", (("to", "seq"),)))),
+     "RL0616"),  # other checks look at what it reduces
     (lambda p: node(p, 0, 2, op="lt"), "RL0617"),
     (lambda p: node(p, 1, 8, op="amax"), "RL0618"),
     (lambda p: node(p, 1, 5, op="mean", attrs=(("to", "prompt"),), level="prompt", space="prompt"), "RL0618"),

@@ -120,7 +120,7 @@ class MinibatchLoss:
         # Squares that only sums over the minibatch read, as in the variance of a metric, are exact in float64: the
         # variance is the small difference of two such sums.
         self._exact_squares = self._metric_squares()
-        # partial results so far: the words of `_summed`, then those of `_maxima` and the values of `_scalars`
+        # partial results so far: exact sums of `_summed`, as machine words, then `_maxima` and the values of `_scalars`
         self._words = torch.zeros(len(self._summed), WORDS + SPECIAL, dtype=torch.int64)
         self._partials = torch.full((len(self._maxima) + len(self._scalars),), -torch.inf, dtype=torch.float64)
         # (positions, elements) of each micro-batch so far, for each of `_gathered`

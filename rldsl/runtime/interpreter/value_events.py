@@ -83,8 +83,8 @@ def _row_numbers(step: StepState, reader: DataReader, event: Fetch) -> list[int]
 
 
 def lengths(step: StepState, event: Lengths) -> None:
-    """One all-reduce of [rows, 2]: prompt and response lengths. The first rank of each dp rank contributes; of ranks
-    that know all lengths, the first."""
+    """One all-reduce of [rows, 2]: prompt and response lengths. Of the ranks that work on the same rows the first
+    contributes; of ranks that know all lengths, the first."""
     context, world = step.context, step.context.world
     frame, spread = context.frames[event.frame], context.spreads[event.spread]
     table = torch.zeros(frame.count, 2, dtype=torch.int64, device=context.device)
