@@ -110,7 +110,7 @@ def _at_rest(copy: Copy) -> Copy:
 
 @cache
 def _resting(copy: Copy) -> int:
-    return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
+    return sum(len(held(s, copy)) * box_elements(s, copy.layout, copy.cell.part, rest=True)
                for s in copy.model.params)
 
 
@@ -118,7 +118,7 @@ def _resting(copy: Copy) -> int:
 def resting_bytes(copy: Copy) -> int:
     """Bytes of `model.params` that a rank holds between calls."""
     return copy.stored * resting(copy) + sum(
-        (FLOAT - copy.stored) * len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
+        (FLOAT - copy.stored) * len(held(s, copy)) * box_elements(s, copy.layout, copy.cell.part, rest=True)
         for s in copy.model.params if s.float32)
 
 
@@ -177,7 +177,7 @@ def _trained_parameters(copy: Copy) -> tuple[tuple[ParamSpec, int, ParamOptions,
 def _trained_at_rest(copy: Copy) -> tuple[tuple[ParamSpec, int, ParamOptions, int], ...]:
     optimizer, found = copy.model.optimizer, []
     for spec in copy.model.params if optimizer is not None else ():
-        numel = sum(map(volume, boxes(spec, copy.layout, copy.cell.part, rest=True)))
+        numel = box_elements(spec, copy.layout, copy.cell.part, rest=True)
         for own, count in _options_of_layers(optimizer, spec, tuple(held(spec, copy))):
             found.append((spec, numel, own, count))
     return tuple(found)
@@ -207,6 +207,12 @@ def boxes(spec: ParamSpec, layout: Layout, part: int, rest: bool = False) -> tup
     return tuple(p.box for p in pieces_at(spec, layout if rest else replace(layout, zero=0), part, 0))
 
 
+@cache
+def box_elements(spec: ParamSpec, layout: Layout, part: int, rest: bool = False) -> int:
+    """How many elements the boxes of a parameter at a part have. rest: as of `boxes`."""
+    return sum(map(volume, boxes(spec, layout, part, rest)))
+
+
 def new_bytes(mine: Copy, earlier: Iterable[Copy]) -> int:
     """Bytes of what is shared in `mine` that none of `earlier`, on the same rank, brought already."""
     same = [c for c in earlier if (c.model.path, c.model.dtype, c.layout.backend)
@@ -234,7 +240,7 @@ def largest_weight(copy: Copy) -> int:
 
 
 def _size(spec: ParamSpec, copy: Copy) -> int:
-    return sum(map(volume, boxes(spec, copy.layout, copy.cell.part)))
+    return box_elements(spec, copy.layout, copy.cell.part)
 
 
 @cache
@@ -282,7 +288,7 @@ def summed_in_leaves(copy: Copy) -> dict[str, int]:
         return {}
     divided = copy.layout.cp > 1  # those of a pass are not those of the leaf
     head = (1 + sums + divided) * group_bytes(tied, copy, FLOAT)
-    experts = FLOAT * sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part)))
+    experts = FLOAT * sum(len(held(s, copy)) * box_elements(s, copy.layout, copy.cell.part)
                           for s in copy.model.params if s.experts) if copy.layout.ep > 1 else 0
     dense = 0 if copy.layout.zero else (sums + divided) * (FLOAT * trained(copy) - experts)
     return {"sums of gradients": head + dense + (1 + sums) * copy.layout.ep * experts}
@@ -297,4 +303,4 @@ def group_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:
     """Bytes of one layer, or of everything outside the layers. matrix: bytes per element of a matrix; vectors are
     float32, and so is what half-precision models multiply in float32."""
     return sum((matrix if len(s.shape) > 1 and not s.float32_product else FLOAT)
-               * sum(map(volume, boxes(s, copy.layout, copy.cell.part))) for s in specs)
+               * box_elements(s, copy.layout, copy.cell.part) for s in specs)

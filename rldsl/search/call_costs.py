@@ -75,25 +75,26 @@ def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strat
     """own: whether it uses the trained parameters; always true for a train call. seconds: per step."""
     independent = job.kind != "train" and s.pp == 1
     sync_ranks = s.cp * s.tp * s.ep if independent else size
-    found = Candidate(s, size, seconds, sync_ranks, memory.static_bytes, memory.shared_bytes, memory.copy_bytes,
-                      memory.active_bytes, own and problem.models[job.model].train_layout != "")
-    return _with_onloads(found, isolated, job) if s.offload else found
+    onload, sending = onload_seconds(isolated, job) if s.offload else (0.0, 0.0)
+    return Candidate(s, size, seconds, sync_ranks, memory.static_bytes, memory.shared_bytes, memory.copy_bytes,
+                     memory.active_bytes, own and problem.models[job.model].train_layout != "", onload, sending)
 
 
 def build_offloaded(isolated: IsolatedCall, job: Job, e: Candidate) -> Candidate:
     """A candidate of a training or of a frozen model, with offloading: it holds nothing while other calls run."""
-    offloaded = replace(e, strategy=replace(e.strategy, offload=True), static_bytes=0, shared_bytes=0,
-                        active_bytes=e.min_bytes)
-    return _with_onloads(offloaded, isolated, job)
+    onload, sending = onload_seconds(isolated, job)
+    return replace(e, strategy=replace(e.strategy, offload=True), static_bytes=0, shared_bytes=0,
+                   active_bytes=e.min_bytes, onload_seconds=onload, sending_onload_seconds=sending)
 
 
-def _with_onloads(e: Candidate, isolated: IsolatedCall, job: Job) -> Candidate:
-    """Parameters and optimizer state are onloaded at the same time."""
+def onload_seconds(isolated: IsolatedCall, job: Job) -> tuple[float, float]:
+    """`onload_seconds` and `sending_onload_seconds` of a candidate. Parameters and optimizer state move at the same
+    time."""
     copy = isolated.fullest_stages[0]
     parameters = isolated.machine.host(resting_bytes(copy) + base_bytes(copy))
     optimizer = isolated.machine.host(optimizer_bytes(copy)) if copy.trained else 0.0
-    return replace(e, onload_seconds=max(parameters, optimizer) * job.times_per_step,
-                   sending_onload_seconds=parameters + max(parameters, optimizer) if job.kind == "train" else 0.0)
+    most = max(parameters, optimizer)
+    return most * job.times_per_step, parameters + most if job.kind == "train" else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------- memory

@@ -8,7 +8,7 @@ of a model, or several calls share a directory, a strategy dominates only others
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -141,21 +141,23 @@ class CandidateTable:
                 yield self.candidate(job, fixed.strategy, size)
             return
         layouts: dict[tuple[int | str, ...], list[Candidate]] = {}
+        key_of = self._comparison_keys(job)
         for e in self._all_candidates(job, size, dict(fixed.options)):
-            layouts.setdefault(self._comparison_key(job, e.strategy), []).append(e)
+            layouts.setdefault(key_of(e.strategy), []).append(e)
         for comparable in layouts.values():
             yield from undominated(comparable)
 
-    def _comparison_key(self, job: Job, s: Strategy) -> tuple[int | str, ...]:
-        """Strategies with different keys do not dominate each other: their reshards differ, or the parameters that
-        other calls share with them."""
-        model = self.problem.models[job.model]
-        if model.train_layout:  # what moves depends on whether `zero` divides what is at rest, not on its level
-            trains = sum(j.model == job.model and j.kind == "train" for j in self.problem.calls)
-            return replace(s, zero=min(s.zero, 1)).degrees if trains == 1 else s.degrees
-        models = (self.problem.models[j.model] for j in self.problem.calls)
+    def _comparison_keys(self, job: Job) -> Callable[[Strategy], tuple[int | str, ...]]:
+        """The key of a strategy of a call. Those with different keys do not dominate each other: their reshards differ,
+        or the parameters that other calls share with them."""
+        model, calls = self.problem.models[job.model], self.problem.calls
+        if model.train_layout:
+            # what moves depends on whether `zero` divides what is at rest, not on its level
+            trains = sum(j.model == job.model and j.kind == "train" for j in calls)
+            return (lambda s: (*s.division, s.dp, s.cp)) if trains == 1 else (lambda s: s.degrees)
+        models = (self.problem.models[j.model] for j in calls)
         sharing = sum(m.path == model.path and (not m.train_layout or bool(m.base)) for m in models)
-        return (s.tp, s.pp, s.ep) if sharing > 1 else ()
+        return (lambda s: (s.tp, s.pp, s.ep)) if sharing > 1 else (lambda s: ())
 
     def _all_candidates(self, job: Job, size: int, given: Mapping[str, object]) -> list[Candidate]:
         problem, family = self.problem, self.problem.families[job.model]

@@ -82,7 +82,14 @@ class World:
     # ------------------------------------------------------------------------------- rows and lengths
 
     def row(self, frame: str) -> Row:
-        return self.lengths.of(self.frames[frame])
+        if frame not in self._rows:
+            self._rows[frame] = self.lengths.of(self.frames[frame])
+        return self._rows[frame]
+
+    @cached_property
+    def _rows(self) -> dict[str, Row]:
+        """By frame."""
+        return {}
 
     def dp(self, spread: Spread) -> int:
         return 1 if spread.granularity == "all" or not spread.layout else self.layouts[spread.layout].dp
