@@ -54,6 +54,9 @@ def preset(name: str) -> Cluster | None:
 
 def find(name: str) -> Cluster:
     """The file of this path or, where there is none, the preset of this name."""
+    if not name:
+        raise fail("RL0091", "the name of the cluster is empty", place="--cluster",
+                   help=f"pass a cluster file, or a built-in node type: {', '.join(presets())}")
     if not os.path.exists(name) and (known := preset(name)) is not None:
         return known
     return read(name)

@@ -250,3 +250,10 @@ def test_mistakes_in_a_program_s_file_are_the_program_s(text: str | None, code: 
 def test_an_unknown_preset_in_a_program() -> None:
     (found,) = api.check(f'cluster "h100x9"\n{PROGRAM}')
     assert found.code == "RL0103" and "h100x8" in found.help
+
+
+def test_an_empty_name_is_no_directory() -> None:
+    with pytest.raises(Failure) as failure:
+        clusters.find("")
+    (d,) = failure.value.diagnostics
+    assert d.code == "RL0091" and "is empty" in d.title and "h100x8" in d.help

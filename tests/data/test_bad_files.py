@@ -141,8 +141,8 @@ def test_a_missing_column_is_said_once_with_the_nearest(tmp_path: Path, tokenize
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_first_bad_rows_and_how_many_more(tmp_path: Path, tokenizer: str, format: str) -> None:
     path = FORMATS[format](tmp_path, [{"prompt": "1" if i < 6 else ""} for i in range(30)])
-    found = wrong(declared(path, tokenizer, format=format))
-    assert len(found) == 5 and found[-1].notes == ("and 19 more",) and found[0].place.endswith(":7")
+    (found,) = wrong(declared(path, tokenizer, format=format))
+    assert found.place.endswith(":7") and found.notes[-1].startswith("the same in 23 other rows: ")
 
 
 @pytest.mark.parametrize("format", FORMATS)

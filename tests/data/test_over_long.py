@@ -93,8 +93,10 @@ def test_an_error_names_the_row_and_what_is_too_long(tmp_path: Path, tokenizer: 
 
 
 def test_the_first_long_rows_and_how_many_more(tmp_path: Path, tokenizer: str) -> None:
-    found = wrong(declared(jsonl(tmp_path, [{"prompt": "12345"}] * 30), tokenizer, over_long="error", **LIMITS))
-    assert len(found) == 5 and found[-1].notes == ("and 25 more",)
+    rows = [{"prompt": "1" * (5 + n % 10)} for n in range(30)]
+    found = wrong(declared(jsonl(tmp_path, rows), tokenizer, over_long="error", **LIMITS))
+    assert len(found) == 5 and all("the same in 2 other rows: " in d.notes[0] for d in found)
+    assert found[-1].notes[-1] == "and 15 other errors"
 
 
 @pytest.mark.parametrize("kept, words", [(3, "has 3 rows, but a batch needs 4"), (0, "has 0 rows, but a batch needs")])

@@ -151,9 +151,17 @@ def test_both_sides_of_a_pair_are_checked(tmp_path, tokenizer):
 
 
 def test_the_first_errors_and_how_many_more(tmp_path, tokenizer):
-    found = errors(tmp_path, tokenizer, GOOD + "bad\n" * 22)
-    assert [d.place.rsplit(":")[-1] for d in found] == ["2", "3", "4", "5", "6"]
-    assert found[-1].notes == ("and 17 more",) and not any(d.notes for d in found[:-1])
+    rows = [json.dumps({"prompt": n}) if n % 2 else json.dumps({f"p{n}": "1"}) for n in range(22)]
+    found = errors(tmp_path, tokenizer, GOOD + "\n".join(rows) + "\n")
+    assert [d.place.rsplit(":")[-1] for d in found] == ["2", "3", "4", "6", "8"]
+    assert "the same in 10 other rows: " in found[1].notes[-1] and found[1].notes[-1].endswith(":13, ...")
+    assert found[-1].notes[-1] == "and 7 other errors"
+
+
+def test_an_error_of_many_rows_is_said_once(tmp_path, tokenizer):
+    (found,) = errors(tmp_path, tokenizer, GOOD + "bad\n" * 3)
+    assert found.place.endswith(":2") and [n.count(":") for n in found.notes] == [3]
+    assert found.notes[0].startswith("the same in 2 other rows: ") and found.notes[0].endswith(":4")
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])

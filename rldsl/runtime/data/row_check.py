@@ -17,27 +17,44 @@ from rldsl.runtime.data.implicit_prompts import ImplicitPromptRows, same_answers
 from rldsl.runtime.data.row_errors import check_row, missing
 from rldsl.runtime.data.row_schema import SIDES, Row, RowNeeds, ScannedFile, Table, several
 
-MAX_ERRORS = 5  # reported in full; the others are counted
+MAX_ERRORS = 5  # different ones that are reported in full, and places of equal ones; the others are counted
 
 
 @dataclass(slots=True)
 class RowErrors:
-    """The first errors of many, and the number of the others."""
+    """The first errors of many, each with the rows that have the same, and the number of the others."""
 
-    found: list[Diagnostic] = field(default_factory=list)  # the first ones, at most `MAX_ERRORS`
-    more: int = 0                                          # how many others there are
+    found: list[Diagnostic] = field(default_factory=list)  # the first ones that differ, at most `MAX_ERRORS`
+    places: list[list[str]] = field(default_factory=list)  # of other rows with the same error, the first `MAX_ERRORS`
+    same: list[int] = field(default_factory=list)          # how many other rows have the same error
+    more: int = 0                                          # how many errors that are none of these there are
+    _index: dict[Diagnostic, int] = field(default_factory=dict)  # of an error in `found`, by what it says
 
     def add(self, found: Sequence[Diagnostic]) -> None:
-        room = max(0, MAX_ERRORS - len(self.found))
-        self.found += found[:room]
-        self.more += len(found[room:])
+        for error in found:
+            says = replace(error, place="")
+            if (known := self._index.get(says)) is not None:
+                self.same[known] += 1
+                self.places[known] += [error.place] * (len(self.places[known]) < MAX_ERRORS)
+            elif len(self.found) < MAX_ERRORS:
+                self._index[says] = len(self.found)
+                self.found.append(error)
+                self.places.append([])
+                self.same.append(0)
+            else:
+                self.more += 1
 
     def stop(self) -> None:
         """Raises a Failure if there are any."""
+        found = []
+        for error, places, same in zip(self.found, self.places, self.same, strict=True):
+            others = ", ".join(places) + (", ..." if same > len(places) else "")
+            notes = (f"the same in {counted(same, 'other row')}: {others}",) if same else ()
+            found.append(replace(error, notes=(*error.notes, *notes)))
         if self.more:
-            self.found[-1] = replace(self.found[-1], notes=(*self.found[-1].notes, f"and {self.more} more"))
-        if self.found:
-            raise Failure(self.found)
+            found[-1] = replace(found[-1], notes=(*found[-1].notes, f"and {counted(self.more, 'other error')}"))
+        if found:
+            raise Failure(found)
 
 
 @dataclass(slots=True)
