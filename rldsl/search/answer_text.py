@@ -34,21 +34,23 @@ class CallRow:
     reason: str  # what the step would take with the next best strategy on the same ranks
 
 
-def call_rows(i: Evaluator, a: Assignment, outcomes: Mapping[Assignment, str] = NO_OUTCOMES) -> Iterator[CallRow]:
+def call_rows(evaluator: Evaluator, a: Assignment,
+              outcomes: Mapping[Assignment, str] = NO_OUTCOMES) -> Iterator[CallRow]:
     """outcomes: as `Answer.outcomes`."""
-    now = i.evaluate(a)
-    for c, (job, block, e) in enumerate(zip(i.calls, a.blocks, a.candidates, strict=True)):
+    now = evaluator.evaluate(a)
+    for c, (job, block, e) in enumerate(zip(evaluator.calls, a.blocks, a.candidates, strict=True)):
         yield CallRow(job.name, block, e.strategy.text(), e.seconds, e.resident_bytes + e.active_bytes,
-                      _next_best_text(i, a, c, now.seconds, outcomes))
+                      _next_best_text(evaluator, a, c, now.seconds, outcomes))
 
 
-def _next_best_text(i: Evaluator, a: Assignment, c: int, now: float, outcomes: Mapping[Assignment, str]) -> str:
+def _next_best_text(evaluator: Evaluator, a: Assignment, c: int, now: float,
+                    outcomes: Mapping[Assignment, str]) -> str:
     """The step with the best of the other layouts of one call. now: seconds of the step as it is."""
-    job = i.calls[c]
-    if job.number in i.problem.fixed and i.problem.fixed[job.number].strategy is not None:
+    job = evaluator.calls[c]
+    if job.number in evaluator.problem.fixed and evaluator.problem.fixed[job.number].strategy is not None:
         return "as in the program"
-    neighbors = list(i.neighbors(a, c))
-    fastest = i.fastest_neighbor(sorted(neighbors, key=lambda n: n.candidate.strategy))
+    neighbors = list(evaluator.neighbors(a, c))
+    fastest = evaluator.fastest_neighbor(sorted(neighbors, key=lambda n: n.candidate.strategy))
     if fastest is None:
         return f"{len(neighbors)} other layouts do not fit with the rest" if neighbors else "the only layout that fits"
     e, found = fastest[0].candidate, fastest[1]
@@ -92,10 +94,10 @@ def end_text(answer: Answer, stopped_by: str = "") -> str:
             f"{answer.gap - answer.result.gap:.2%}")
 
 
-def table_lines(i: Evaluator, one: CompiledPlacement,
+def table_lines(evaluator: Evaluator, one: CompiledPlacement,
                 outcomes: Mapping[Assignment, str] = NO_OUTCOMES) -> Iterator[str]:
     """outcomes: as `Answer.outcomes`."""
-    found = list(call_rows(i, one.evaluation.assignment, outcomes))
+    found = list(call_rows(evaluator, one.evaluation.assignment, outcomes))
     width = max(len(x.call) for x in found)
     how = max(len(x.strategy) for x in found)
     yield f"  {'call':<{width}}  {'ranks':<11}  {'how':<{how}}  {'seconds':>9}  {'memory':>9}  why"
@@ -103,19 +105,19 @@ def table_lines(i: Evaluator, one: CompiledPlacement,
         ranks = f"{x.block.start}:{x.block.stop}"
         yield (f"  {x.call:<{width}}  {ranks:<11}  {x.strategy:<{how}}  {seconds_text(x.seconds):>9}  "
                f"{human(x.bytes):>9}  {x.reason}")
-    reshards = i.reshards_of_copies(one.evaluation.assignment.blocks, one.evaluation.assignment.candidates)
+    reshards = evaluator.reshards_of_copies(one.evaluation.assignment.blocks, one.evaluation.assignment.candidates)
     for c, (cost, _) in sorted(reshards.items()):
         if cost.received_bytes:
             seconds = cost.pack_seconds + cost.transfer_seconds + cost.unpack_seconds
-            yield (f"  {i.calls[c].name:<{width}}  reshard: {human(cost.received_bytes)} to the busiest rank in "
+            yield (f"  {evaluator.calls[c].name:<{width}}  reshard: {human(cost.received_bytes)} to the busiest rank in "
                    f"{seconds_text(seconds)}")
 
 
-def differences(best: CompiledPlacement, other: CompiledPlacement, i: Evaluator) -> list[str]:
+def differences(best: CompiledPlacement, other: CompiledPlacement, evaluator: Evaluator) -> list[str]:
     """The calls with another block or strategy."""
     a, b = best.evaluation.assignment, other.evaluation.assignment
     return [f"{job.name} on {y.start}:{y.stop} {f.strategy.text()}"
-            for job, x, e, y, f in zip(i.calls, a.blocks, a.candidates, b.blocks, b.candidates, strict=True)
+            for job, x, e, y, f in zip(evaluator.calls, a.blocks, a.candidates, b.blocks, b.candidates, strict=True)
             if (x, e.strategy) != (y, f.strategy)]
 
 

@@ -100,22 +100,23 @@ def compare_with_best(answer: Answer, fixed: PreparedProgram, cluster: Cluster, 
                       tuple(_call_change(i, proposed, optimum, c, now.seconds) for c in range(len(i.calls))))
 
 
-def _assignment(i: Evaluator, fixed: PreparedProgram) -> Assignment:
-    given = [fixed.fixed[j.node.id] for j in i.calls]
+def _assignment(evaluator: Evaluator, fixed: PreparedProgram) -> Assignment:
+    given = [fixed.fixed[j.node.id] for j in evaluator.calls]
     blocks = tuple(f.block for f in given if f.block is not None)
-    entries = tuple(i.table.candidate(j, f.strategy, b.size)
-                    for j, f, b in zip(i.calls, given, blocks, strict=True) if f.strategy)
-    return Assignment(blocks, i.resolve_copies(blocks, entries))
+    entries = tuple(evaluator.table.candidate(j, f.strategy, b.size)
+                    for j, f, b in zip(evaluator.calls, given, blocks, strict=True) if f.strategy)
+    return Assignment(blocks, evaluator.resolve_copies(blocks, entries))
 
 
-def _call_change(i: Evaluator, proposed: Assignment, best: Assignment, c: int, now: float) -> Change:
-    job, tied = i.calls[c], i.tied_calls(c)
+def _call_change(evaluator: Evaluator, proposed: Assignment, best: Assignment, c: int, now: float) -> Change:
+    job, tied = evaluator.calls[c], evaluator.tied_calls(c)
     entries = tuple(best.candidates[k] if k in tied else e for k, e in enumerate(proposed.candidates))
     blocks = tuple(best.blocks[k] if k in tied else b for k, b in enumerate(proposed.blocks))
-    then = i.evaluate(Assignment(blocks, entries))
+    then = evaluator.evaluate(Assignment(blocks, entries))
     a, b = proposed.candidates[c], best.candidates[c]
     return Change(job.name, PlacedCall(proposed.blocks[c], a.strategy.text(), a.seconds),
-                  PlacedCall(best.blocks[c], b.strategy.text(), b.seconds), now - then.seconds, i.fits(then.bytes))
+                  PlacedCall(best.blocks[c], b.strategy.text(), b.seconds), now - then.seconds,
+                  evaluator.fits(then.bytes))
 
 
 def to_json(c: Comparison) -> str:
