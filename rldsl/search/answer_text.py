@@ -64,7 +64,7 @@ def _next_best_text(evaluator: Evaluator, a: Assignment, c: int, now: float,
 def format_answer(answer: Answer, name: str, cluster: str, profile: str, stopped_by: str = "") -> str:
     """name, cluster: of the program and the cluster. profile: where the times come from. stopped_by: "--seconds" or
     "Ctrl-C", which ended the search."""
-    best, i = answer.best[0], answer.evaluator
+    best, evaluator = answer.best[0], answer.evaluator
     memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
     out = [f"{name} on {cluster}: {counted(answer.problem.world, 'rank')}", "",
            f"  step   {seconds_text(best.seconds):>10}      {best.timeline.tokens_per_second:,.0f} tokens/s      "
@@ -72,11 +72,11 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str, stopped
     if answer.result.bound:
         out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      "
                    f"{answer.result.num_nodes} search nodes: {end_text(answer, stopped_by)}")
-    out += [f"  times  {profile}", "", *table_lines(i, best, answer.outcomes), ""]
+    out += [f"  times  {profile}", "", *table_lines(evaluator, best, answer.outcomes), ""]
     if len(answer.best) > 1:
         out.append("  next best")
         for other in answer.best[1:NUM_LISTED]:
-            out.append(f"  {seconds_text(other.seconds):>10}  {'; '.join(differences(best, other, i))}")
+            out.append(f"  {seconds_text(other.seconds):>10}  {'; '.join(differences(best, other, evaluator))}")
     return "\n".join(line.rstrip() for line in out) + "\n"
 
 
@@ -109,7 +109,8 @@ def table_lines(evaluator: Evaluator, one: CompiledPlacement,
     for c, (cost, _) in sorted(reshards.items()):
         if cost.received_bytes:
             seconds = cost.pack_seconds + cost.transfer_seconds + cost.unpack_seconds
-            yield (f"  {evaluator.calls[c].name:<{width}}  reshard: {human(cost.received_bytes)} to the busiest rank in "
+            name = evaluator.calls[c].name
+            yield (f"  {name:<{width}}  reshard: {human(cost.received_bytes)} to the busiest rank in "
                    f"{seconds_text(seconds)}")
 
 
@@ -122,9 +123,9 @@ def differences(best: CompiledPlacement, other: CompiledPlacement, evaluator: Ev
 
 
 def to_json(answer: Answer, cluster: str) -> str:
-    i, best = answer.evaluator, []
+    evaluator, best = answer.evaluator, []
     for n, one in enumerate(answer.best[:NUM_LISTED]):
-        rows = call_rows(i, one.evaluation.assignment, answer.outcomes if n == 0 else NO_OUTCOMES)
+        rows = call_rows(evaluator, one.evaluation.assignment, answer.outcomes if n == 0 else NO_OUTCOMES)
         best.append({"seconds": one.seconds, "bytes": one.bytes, "calls": [
             {"call": x.call, "ranks": [x.block.start, x.block.stop], "how": x.strategy, "seconds": x.seconds,
              "bytes": x.bytes, "why": x.reason} for x in rows]})

@@ -91,13 +91,14 @@ def _placed_call_text(s: PlacedCall) -> str:
 def compare_with_best(answer: Answer, fixed: PreparedProgram, cluster: Cluster, lengths: Lengths) -> Comparison:
     """fixed: the program with no call left free."""
     plan, bytes = compile_program(fixed.placed.graph, known_families(fixed.placed))
-    i, best = answer.evaluator, answer.best[0]
-    proposed = _assignment(i, fixed)
-    now = i.evaluate(proposed)
+    evaluator, best = answer.evaluator, answer.best[0]
+    proposed = _assignment(evaluator, fixed)
+    now = evaluator.evaluate(proposed)
     optimum = best.evaluation.assignment
     return Comparison(simulate(plan, cluster, lengths).seconds, bytes, fixed.placed.memory, best.seconds, best.bytes,
                       answer.bound,
-                      tuple(_call_change(i, proposed, optimum, c, now.seconds) for c in range(len(i.calls))))
+                      tuple(_call_change(evaluator, proposed, optimum, c, now.seconds)
+                            for c in range(len(evaluator.calls))))
 
 
 def _assignment(evaluator: Evaluator, fixed: PreparedProgram) -> Assignment:
