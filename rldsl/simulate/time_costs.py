@@ -158,9 +158,11 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
     rows = -(-rows // limits.branches)  # conversations
     slots = min(rows, event.mbs or rows)
     kept = stage.shard.layers * stage.shard.cache * stage.shard.item * stage.shard.attending
+    turns = min(cluster.turns.mean if cluster.turns else limits.max_turns, limits.max_turns)
+    own = min(row.response, turns * event.sampling.max_new_tokens)  # the environment has written the rest
     conversations = ShardConversations(
-        rows, slots, min(live_conversations(slots, event.waiting), rows), event.waiting, limits.max_turns, row.prompt,
-        row.response, cluster.turns, cluster.tool_seconds)
+        rows, slots, min(live_conversations(slots, event.waiting), rows), event.waiting, limits.max_turns,
+        row.prompt + row.response - own, own, cluster.turns, cluster.tool_seconds)
     costs_of_passes = PassCosts(decode, prefill, lambda tokens: machine.host(kept * tokens))
     seconds, computed = conversation_seconds(conversations, costs_of_passes)
     images = machine.tower(stages[0].shard, rows * of_a_prompt(world, row))  # once for each conversation
