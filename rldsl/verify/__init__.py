@@ -3,8 +3,8 @@ the estimate of memory, which it makes again with the compiler's functions.
 
 In: a `Plan`. Out: a `Proof`, or a Failure with one diagnostic for each fault (codes RL05xx and RL06xx, the events,
 their source positions and the ranks). A check may be several files, and relies on the stages before its own, never on
-another check of its stage: names, records and programs are sound when the others look things up, and dataflow and
-versions read schedules that are known to be right.
+another check of its stage: names and records are sound when the others look things up, and dataflow and versions read
+schedules that are known to be right.
 
 Some results are computed again here although the compiler has computed them: a proof that shares code with what it
 proves repeats its mistakes. `transfer_slices` derives the cell of each rank; `box_classes` and `saves`, who holds a
@@ -49,8 +49,7 @@ Check = Callable[[Tables], Iterator[Diagnostic]]
 # Stages: the checks of one may rely on those of the stages before it.
 STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
     (("references", references.check_references), ("records", records.check_records)),
-    (("programs", programs.check_programs),),
-    (("uses of programs", programs.check_uses_of_programs), ("losses", losses.check_losses),
+    (("programs", programs.check_programs), ("losses", losses.check_losses),
      ("schedule", class_schedules.check_class_schedules), ("order", total_order.check_total_order),
      ("issue order", issue_order.check_issue_order), ("groups", groups.check_groups), ("loops", loops.check_loops),
      ("lag", lag.check_lag),

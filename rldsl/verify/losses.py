@@ -27,8 +27,10 @@ def check_losses(t: Tables) -> Iterator[Diagnostic]:
 
 def _fault(t: Tables, e: Train, program: Program) -> str:
     nodes, outputs = program.nodes, dict(program.outputs)
-    if "loss" not in outputs:
-        return ""  # `check_uses_of_programs` says so
+    malformed = any(n.op not in OPERATORS or len(n.args) != OPERATORS[n.op].arity or not all(0 <= a < i for a in n.args)
+                    for i, n in enumerate(nodes))
+    if malformed or not 0 <= outputs.get("loss", -1) < len(nodes):
+        return ""  # another check's
     frames = [t.frames[f] for f in e.frames]
     spaces = {"", *(x for f in frames for x in (f.id, f.row_space, f.prompt_space)),
               *(x for x, of in t.entries.items() if of.frame in e.frames)}

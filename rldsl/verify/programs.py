@@ -27,15 +27,21 @@ from rldsl.verify.row_states import check_weight
 from rldsl.verify.tables import Tables, name, problem
 
 
-def check_uses_of_programs(t: Tables) -> Iterator[Diagnostic]:
-    """That what uses a program gives it values that fit. Programs are well formed: `check_programs` has passed."""
-    for event, _ in t.events:
+def check_programs(t: Tables) -> Iterator[Diagnostic]:
+    """What uses programs is looked at when they are well formed."""
+    found = [*_malformed(t)]
+    yield from found
+    for event, _ in t.events if not found else ():
         if any(r.role is Role.PROGRAM for r in references(event)):
             yield from rule_for(RULES, event, "the verifier")(t, event)
 
 
-def check_programs(t: Tables) -> Iterator[Diagnostic]:
-    """That each program is well formed, whatever uses it."""
+def well_formed(t: Tables, program: Program) -> bool:
+    """Whether a program has no node with RL0616. Checks of the same stage that look at arguments ask first."""
+    return not any(_fault(t, program, index, node) for index, node in enumerate(program.nodes))
+
+
+def _malformed(t: Tables) -> Iterator[Diagnostic]:
     for program in t.plan.programs:
         for index, node in enumerate(program.nodes):
             if fault := _fault(t, program, index, node):

@@ -21,6 +21,7 @@ from rldsl.plan.operators import in_family
 from rldsl.plan.spaces import IndexedFrame, most_minibatches, unit_tokens
 from rldsl.plan.traits import rule_for
 from rldsl.sharding.gradient_leaves import LEAVES, divides
+from rldsl.verify.programs import well_formed
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -133,7 +134,7 @@ def _compute(t: Tables, e: Compute) -> str:
     if counts_rows and ranks > 1 and (s.granularity == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
         return f"must count each row once, but spread {e.spread} has rows on several ranks"
     divided = s.frames and s.granularity != "all" and t.layouts[s.layout].dp > 1
-    if divided and any(not _whole(t, s, space) for space in _reduced_to(t, program)):
+    if divided and well_formed(t, program) and any(not _whole(t, s, space) for space in _reduced_to(t, program)):
         return f"needs whole prompts, but spread {e.spread} divides them"
     return ""
 

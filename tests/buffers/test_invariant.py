@@ -80,6 +80,7 @@ def test_every_placement_has_the_same_bits(base: Path, place: str) -> None:
         assert [key for key, t in rows.items() if not torch.equal(t, others[key])] == [], step
 
 
+@pytest.mark.thorough
 def test_there_is_something_to_compare(base: Path) -> None:
     """Rows are drawn and have left, and their log-probs are those that generation gave them, with no difference."""
     found = lines(base / "one")

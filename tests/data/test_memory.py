@@ -67,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("format, name, over_long, most", thorough_between([
     ("jsonl", "d.jsonl", "drop", 24), ("hf", "d", "truncate", 24),
     ("parquet", "d.parquet", "truncate", 80),  # one row group of 25 MB is decoded at a time

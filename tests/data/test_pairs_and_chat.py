@@ -286,7 +286,9 @@ USER = {"prompt": [turn("user", "1+1")]}
 def test_a_row_that_makes_no_pair(tmp_path: Path, chat: str, row: dict[str, Any], code: str, words: str) -> None:
     good = {"prompt": "1+1=", **{k: "2" for k in row if k != "prompt"}}
     (tmp_path / "d.jsonl").write_text(json.dumps(good if "chosen" in row else row) + "\n\n" + json.dumps(row) + "\n")
-    told = [d for d in wrong(declared(tmp_path / "d.jsonl", chat, "pairs")) if d.place == f"{tmp_path}/d.jsonl:3"]
+    place = f"{tmp_path}/d.jsonl:3"
+    told = [d for d in wrong(declared(tmp_path / "d.jsonl", chat, "pairs")) if place in (d.place, *d.notes[-1:])
+            or any(n.endswith(f"in 1 other row: {place}") for n in d.notes)]
     assert told[0].code == code and words in told[0].title and all(d.help for d in told)
 
 

@@ -53,6 +53,7 @@ def test_parts_of_any_heights_are_read(tmp_path: Path, family: str, heights: tup
     assert [x for errors in run_world(2, loaded, path, right) for x in errors] == [0] * 7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, heights", CASES)
 def test_they_are_saved_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str,
                                      heights: tuple[int, ...]) -> None:

@@ -25,7 +25,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch, program: str) -> list[tuple[float, 
     monkeypatch.setitem(programs.PROGRAMS, "own", program)
     machines = programs.cluster(1, 4)
     p = programs.ready("own", "1B", machines)
-    i = Evaluator(build_problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed), offload=True)
+    i = Evaluator(build_problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed))
     return [(judged.seconds, compile_assignment(p, i, judged, machines, Lengths()).seconds)
             for judged in drawn(i, 3, 2)]
 

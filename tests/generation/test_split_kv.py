@@ -35,6 +35,7 @@ def test_it_is_torch_s_attention(said: dict[str, Any]) -> None:
     assert max(*full, one) < 1e-5 and half < 2e-2, said["gaps"]
 
 
+@pytest.mark.thorough
 @needs_triton
 def test_a_step_through_the_cache_is_the_same(said: dict[str, Any]) -> None:
     assert said["decoded"] < 1e-5

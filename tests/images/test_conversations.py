@@ -130,6 +130,7 @@ def test_every_layout_and_way_says_the_same(sources: list[Data], said: list[Any]
         assert logprobs == pytest.approx(expected[2], abs=2e-5) and error < 2e-5, (family, way, row)
 
 
+@pytest.mark.thorough
 @pytest.mark.numeric
 def test_the_whole_conversation_scores_as_in_transformers(sources: list[Data], said: list[Any]) -> None:
     for data in sources:

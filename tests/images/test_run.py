@@ -90,6 +90,7 @@ def saved(folder: Path, model: Path, rows: Path, adapter: str = "", freeze: str 
     return folder / "run/out/step-2/actor"
 
 
+@pytest.mark.thorough
 def test_tables_have_the_text_of_prompts_with_images(tiny, tmp_path):
     """On one rank and on two: as samples have it."""
     (tmp_path / "p.rlf").write_text(

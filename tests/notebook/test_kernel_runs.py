@@ -17,6 +17,8 @@ from nbformat import NotebookNode
 
 from tests.tiny import CHAT_TEMPLATE, make_model, make_sums, write_jsonl
 
+pytestmark = pytest.mark.thorough  # each takes part in one long session
+
 PROGRAM = '''use std.grpo (group_norm, grpo_free)
 use py "rewards.py" (exact: gen -> seq)
 data prompts = jsonl("prompts.jsonl", batch=2, max_prompt_tokens=8)
@@ -108,7 +110,6 @@ def error_of(cell: list[NotebookNode]) -> tuple[str, str]:
     return error.ename, "\n".join(error.traceback)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("cell, code, place", [
     ("fails", "RL0775", "Cell In[2], line 2"),  # the innermost line: of a function that the reward uses
     ("returns", "RL0776", "Cell In[5]"), ("breaks", "RL0714", "Cell In[14], line 6")])

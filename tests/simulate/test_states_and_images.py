@@ -78,6 +78,7 @@ def test_twice_the_images_take_twice_the_tower_s_time(vision: dict[str, Plan]) -
     assert few > 0 and of_tower(plan, 64) == pytest.approx(2 * few, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_more_pictures_in_a_prompt_take_more(vision: dict[str, Plan]) -> None:
     """As their prompts are longer."""
     few, many = ("single", "trained")
