@@ -15,7 +15,7 @@ from benchmarks.published.prediction import Prediction, cluster_of, lengths_of, 
 from benchmarks.published.rows import LOG_STD, Row
 from rldsl import api
 from rldsl.models.families import describe
-from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.events import Generate, Infer, Offload, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import event_paths
 from rldsl.search import Options, find_placement, prepare_program, unless_locked
@@ -68,12 +68,13 @@ def placed_calls(plan: Plan, timeline: Timeline) -> dict[str, PlacedCall]:
     """The calls of a plan, by name."""
     seconds, layouts = timeline.event_seconds(), {x.id: x for x in plan.layouts}
     meshes = {m.id: m for m in plan.meshes}
+    offloaded = {(e.model, e.layout) for e, _ in event_paths(plan) if isinstance(e, Offload)}
     found = {}
     for e, _ in event_paths(plan):
         if isinstance(e, Generate | Infer | Train):
             x, ranks = layouts[e.layout], meshes[e.mesh].ranks
             strategy = Strategy(x.dp, x.tp, x.pp, x.cp, x.ep, x.zero, e.mbs,
-                                isinstance(e, Train) and e.recompute == "full", False, x.vpp,
+                                isinstance(e, Train) and e.recompute == "full", (e.model, e.layout) in offloaded, x.vpp,
                                 0 if isinstance(e, Generate) else e.mbt)
             found[e.display_name] = PlacedCall(strategy, (ranks[0][0], ranks[-1][1]), seconds.get(e.id, 0.0))
     return found
@@ -122,6 +123,8 @@ def reasons(name: str, longest: int, before: Mapping[str, PlacedCall],
         yield "tokens travel less far to their experts" if b.ep > 1 else "tokens do not travel to their experts"
     if a.recompute and not b.recompute:
         yield "no forward pass is made twice"
+    if b.offload and not a.offload:
+        yield "others have its memory while they run"
     if b.pp < a.pp:
         yield "fewer stages that wait for each other"
     if b.vpp > a.vpp:

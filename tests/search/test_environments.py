@@ -10,6 +10,7 @@ from rldsl.clusters.model import Distribution
 from rldsl.search.branch_and_bound import branch_and_bound
 from rldsl.search.evaluator import Evaluator
 from rldsl.simulate import Lengths
+from rldsl.simulate.conversations import PassCosts, ShardConversations
 from tests.search.programs import ACTOR, HEAD, PROMPTS, REF, cluster, instance
 
 GAME = '''class Game:
@@ -38,12 +39,12 @@ flow grpo(steps=10, seed=1) {
 TURNS = 3  # of each conversation
 
 
-def with_latency(folder: Path, seconds: float) -> Evaluator:
+def with_latency(folder: Path, seconds: float, response: float = 300.0, **sets: int) -> Evaluator:
     (folder / "envs.py").write_text(GAME)
     use = f'use std.grpo (group_norm, grpo)\nuse py "{folder / "envs.py"}" (Game: env)\n'
     machines = cluster(1, 2, turns=Distribution(TURNS), tool_seconds=Distribution(seconds))
     text = HEAD + use + PROMPTS + ACTOR + REF + FLOW
-    return instance("grpo", "1B", machines, Lengths(0.0, 300.0), text=text, batch=16)
+    return instance("grpo", "1B", machines, Lengths(0.0, response), text=text, batch=16, **sets)
 
 
 def test_a_step_is_longer_by_what_environments_take(tmp_path: Path) -> None:
@@ -52,3 +53,20 @@ def test_a_step_is_longer_by_what_environments_take(tmp_path: Path) -> None:
     assert slow.best[0].seconds - fast.best[0].seconds == pytest.approx(waits, rel=0.01)
     assert slow.bound > waits, "the bound counts them, too"
 
+
+@pytest.mark.parametrize("response, own", [(300.0, 32 * TURNS), (50.0, 50.0)])
+def test_the_model_writes_no_more_than_its_turns_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       response: float, own: float) -> None:
+    """The environment has written the rest of what follows the prompt, which is prefilled."""
+    seen: list[ShardConversations] = []
+
+    def conversation_seconds(shard: ShardConversations, costs: PassCosts) -> tuple[float, float]:
+        seen.append(shard)
+        return 1.0, 1.0
+
+    monkeypatch.setattr("rldsl.simulate.time_costs.conversation_seconds", conversation_seconds)
+    i = with_latency(tmp_path, 0.0, response, tokens=32)
+    job = next(j for j in i.calls if j.kind == "generate")
+    assert i.table.candidates(job, 2) and seen
+    prompt = i.problem.frames[job.frames[0]].max_prompt_tokens
+    assert {(x.own_tokens, x.context_tokens) for x in seen} == {(own, prompt + response - own)}
