@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rldsl.clusters import Cluster
     from rldsl.simulate import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +125,7 @@ flow talk(steps=steps, seed=1) {
   actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(gen.reward), ref=ref_lp, beta=0.04), minibatches=2)
 }
 """  # three turns, with an answer of the environment before each but the first
-TURNS, TOOL_SECONDS = 3, 0.05
+TURNS, TOOL_SECONDS, MOST_IN_TURN = 3, 0.05, 12
 ENVS = f'''"""Three turns, with {TOOL_SECONDS} seconds before each answer."""
 import time
 
@@ -236,6 +238,24 @@ def make(folder: Path) -> None:
 PROMPTS, PROMPT, ANSWERS = {"talk": 46.3}, 28.0, {"sft": 84.5, "dpo": 26.5, "talk": 88.3}
 
 
+def turn_tokens(vocabulary: int) -> tuple[float, ...]:
+    """Lengths of turns, equally likely, of a model whose weights are drawn: it ends a turn with about one token in as
+    many as its vocabulary has."""
+    parts = 100
+    ends = [math.ceil(math.log(1 - (i + 0.5) / parts) / math.log(1 - 1 / vocabulary)) for i in range(parts)]
+    return tuple(float(min(n, MOST_IN_TURN)) for n in ends)
+
+
+def environments(machine: Cluster, size: str) -> Cluster:
+    """The machine with what is known of conversations."""
+    from rldsl.clusters.model import Distribution
+
+    config = json.loads(Path(f"models/{size}-chat/config.json").read_text())
+    lengths = turn_tokens(config["vocab_size"])
+    return replace(machine, turns=Distribution(TURNS), tool_seconds=Distribution(TOOL_SECONDS),
+                   turn_tokens=Distribution(sum(lengths) / len(lengths), values=lengths))
+
+
 def compiled(case: Case, steps: int) -> Path:
     from rldsl import api
     from rldsl.plan.codec import encode
@@ -329,7 +349,6 @@ def main() -> int:
     os.chdir(folder)
     from rldsl.api import read_plan
     from rldsl.clusters import read
-    from rldsl.clusters.model import Distribution
     from rldsl.simulate import Lengths, simulate
 
     found: list[Compared] = []
@@ -341,7 +360,7 @@ def main() -> int:
         plan = read_plan(str(file))
         subprocess.run([sys.executable, "-m", "rldsl.cli", "profile", str(file), "-o", "profile.yaml",
                         "--device", "cpu", *([] if given.reuse else ["--fresh"])], check=True, capture_output=True)
-        machine = replace(read("profile.yaml"), turns=Distribution(TURNS), tool_seconds=Distribution(TOOL_SECONDS))
+        machine = environments(read("profile.yaml"), case.size)
         guess = simulate(plan, machine, Lengths(PROMPTS.get(case.program, PROMPT), ANSWERS.get(case.program, 0.0)))
         real = measured(file, plan.header.world, given.steps)
         found.append(one := Compared(case.program, guess.seconds, real.seconds, work(guess) / real.computed - 1))

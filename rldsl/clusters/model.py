@@ -34,6 +34,10 @@ class Measured:
     start: tuple[tuple[str, float], ...] = ()
     update: tuple[tuple[str, float], ...] = ()  # "call": per optimizer step; "element": per parameter element
     tower: tuple[tuple[str, float], ...] = ()  # a forward pass of the vision tower; "image": per token of an image
+    # a pass of conversations over what their environments say; "slot": per layer and conversation; the other features
+    # as of `forward`
+    reply: tuple[tuple[str, float], ...] = ()
+    turn: tuple[tuple[str, float], ...] = ()  # decoding of conversations, with what the host decides; as of `decode`
 
     def under(self, tp: int, kernels: float) -> Measured:
         """The same under another degree that was not measured: what grows with tokens, in proportion, and so what a
@@ -46,12 +50,13 @@ class Measured:
             return tuple((k, fixed[k] + (rate - fixed[k]) * self.tp / tp) for k, rate in rates)
 
         return replace(self, tp=tp, forward=divided(self.forward), train=divided(self.train),
-                       decode=divided(self.decode))
+                       decode=divided(self.decode), reply=divided(self.reply), turn=divided(self.turn))
 
 
 DIVIDED = ("token", "pair", "output")  # among the ranks of tensor parallelism
 PASSES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("forward", "train", "decode"), ("call", "layer", "token", "pair", "output")),
+    **dict.fromkeys(("forward", "train", "decode", "turn"), ("call", "layer", "token", "pair", "output")),
+    "reply": ("call", "layer", "slot", "token", "pair", "output"),
     "start": ("call", "layer"), "update": ("call", "element"), "tower": ("image",),
 }
 
@@ -103,6 +108,10 @@ class Cluster:
     kernel_us: float = 0.0  # microseconds
     event_us: float = 0.0  # microseconds
     row_us: float = 0.0  # microseconds
+    conversation_us: float = 0.0  # microseconds per conversation
+    turn_us: float = 0.0  # microseconds per answer
+    environment_us: float = 0.0  # microseconds per conversation
+    answer_us: float = 0.0  # microseconds per answer
     compute_units: int = 0  # per device
     dispatch_gb_s: float = 0.0  # 10^9 bytes per second and device
     expert_us: float = 0.0  # microseconds per layer and pass
@@ -123,6 +132,7 @@ class Cluster:
     memory_efficiency: float = 1.0  # a fraction
     link_efficiency: float = 1.0  # a fraction
     turns: Distribution | None = None  # of a conversation
+    turn_tokens: Distribution | None = None  # of the model in a turn
     tool_seconds: Distribution | None = None  # seconds
     source: str = ""  # where the numbers come from
     measured: tuple[Measured, ...] = ()  # calls that `rlc profile` timed
@@ -179,6 +189,14 @@ FIELDS: dict[str, Field] = {
     "kernel_us": Field("float", "time to launch a kernel, in microseconds"),
     "event_us": Field("float", "runtime overhead per event, in microseconds"),
     "row_us": Field("float", "runtime overhead per row that an event divides or moves, in microseconds"),
+    "conversation_us": Field("float", "time in which a rank starts the process of a conversation's environment, in "
+                             "microseconds"),
+    "turn_us": Field("float", "time of a rank per answer of an environment: asking for it, and making its tokens, in "
+                     "microseconds"),
+    "environment_us": Field("float", "time that the process of an environment computes per conversation beyond its "
+                            "answers, where ranks share cores, in microseconds"),
+    "answer_us": Field("float", "time that the process of an environment computes per answer beyond what the user's "
+                       "code does, where ranks share cores, in microseconds"),
     "compute_units": Field("int", "multiprocessors of a device, which matrix products fill tile by tile; 0: products "
                            "of any shape are equally efficient"),
     "dispatch_gb_s": Field("float", "bandwidth per device of moving tokens to their experts and back, permutation "
@@ -209,6 +227,7 @@ FIELDS: dict[str, Field] = {
     "memory_efficiency": Field("float", "fraction of the memory bandwidth that is reached", 0, 1, True),
     "link_efficiency": Field("float", "fraction of link and network bandwidth that is reached", 0, 1, True),
     "turns": Field("distribution", "turns of the model in a conversation with an environment; not given: the most", 1),
+    "turn_tokens": Field("distribution", "tokens of the model in a turn; not given: `max_new_tokens`", 1),
     "tool_seconds": Field("distribution", "seconds in which an environment answers a turn; not given: 0"),
     "source": Field("text", "where the numbers come from"),
 }

@@ -25,6 +25,7 @@ from rldsl.diag import fail
 from rldsl.files import keep_inputs, with_digest, without_digest, write
 from rldsl.models.families import describe
 from rldsl.plan.codec import encode
+from rldsl.plan.conversing import conversing_models, is_conversing
 from rldsl.plan.events import ModelCall
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Plan
@@ -33,7 +34,7 @@ from rldsl.progress import stage
 from rldsl.python.start import interpreter
 from rldsl.search.space import can_tp
 
-FORMAT = 3  # of what is kept; it grows with every change of what is measured
+FORMAT = 4  # of what is kept; it grows with every change of what is measured
 RANKS = 8  # at most, on a processor: to see how much its cores slow each other down
 
 
@@ -63,8 +64,9 @@ def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
     known = {} if fresh or kept is None else _read(kept)
     asked = shards(plan, degrees)
     wanted = [w for w in asked if not any(_same(m, plan, w) for m in known.get("measured", ()))]
-    if not known or wanted:
-        found = _measured(plan, facts, ranks, wanted, machine=not known)
+    talks = "turn_us" not in known and bool(conversing_models(plan))
+    if not known or wanted or talks:
+        found = _measured(plan, facts, ranks, wanted, machine=not known, environments=talks)
         before = [m for m in known.get("measured", ()) if _shard(m) not in map(_shard, found["measured"])]
         known = {**known, **found, "measured": [*before, *found["measured"]]}
         if kept is not None:
@@ -96,11 +98,13 @@ def _shard(held: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _same(held: Mapping[str, Any], plan: Plan, wanted: tuple[str, int, str]) -> bool:
-    """Whether what is held is all that is wanted of a shard: with the vision tower, if the plan has images."""
+    """Whether what is held is all that is wanted of a shard: with the vision tower, if the plan has images, and with
+    the passes of conversations, if it has these."""
     model = next(m for m in plan.models if m.name == wanted[0])
     asked = {"config": model.config_digest, "head": model.head_name, "dtype": model.dtype, "tp": wanted[1]}
     tower = "tower" in held or not (model.sizes.towers and any(d.images for d in plan.data))
-    return tower and all(held.get(k) == v for k, v in asked.items())
+    talks = "turn" in held or not is_conversing(plan, model)
+    return tower and talks and all(held.get(k) == v for k, v in asked.items())
 
 
 def _facts(plan: Plan, device: str | None) -> Facts:
@@ -113,7 +117,7 @@ def _facts(plan: Plan, device: str | None) -> Facts:
 
 
 def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, int, str]],
-              machine: bool) -> dict[str, Any]:
+              machine: bool, environments: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
         asked, found = Path(folder) / "wanted.json", Path(folder) / "found.json"
         file = Path(folder) / "profile.plan"
@@ -123,7 +127,8 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
         for w in wanted:
             model = models[w[0]]
             firsts.setdefault((model.config_digest, model.head_name, model.dtype, w[1]), w)
-        asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine}))
+        asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine,
+                                     "environments": environments}))
         stage("measuring", detail=f"{len(firsts)} model shard{'s' * (len(firsts) != 1)}")
         _run([*interpreter(), "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
               "--nproc-per-node", str(ranks), "-m", "rldsl.measure.profile", str(file), str(asked), str(found),

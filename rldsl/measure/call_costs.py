@@ -1,7 +1,7 @@
 """What calls of a model cost on this machine, feature by feature (`clusters/model.py`).
 
 In: a model's record, one rank's place in its tensor parallelism, a backend. Out: microseconds. The model is built from
-its config with random weights and one or two layers, or the first ones up to one of each kind; its real calls are timed
+its config with random weights and a few layers, or the first ones up to one of each kind; its real calls are timed
 at several shapes, and the cost of each feature is what explains them best. Where layers are of several kinds, the costs
 of "layer" and "token" are means over all layers of the model.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ from rldsl.plan import backends
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, Images, PackedBatch, Shard
+from rldsl.sharding.dtypes import SIZES
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
 PLENTY = 2.0  # seconds of them after which even fewer will do
 ROUNDING = 1e-9  # a feature that explains a smaller part of the seconds costs nothing: 0, but for rounding
+FILLED_CACHE = 2**24  # bytes of parameters, of which the own cache of a processor's core holds a small part
+MOST_LAYERS = 8  # that are built for that
 ONE, FEW = 1, 4  # tokens generated; from the second to `MeasuredShapes.many`, decoding of shapes that were met before
 
 
@@ -120,14 +124,15 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling, devic
     measured = GPU if device.type == "cuda" else PROCESSOR
     found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": [], "start": []}
     kinds = layer_kinds(model)
-    shapes, decodes = (with_each_kind(x, kinds) for x in (measured.shapes, measured.decodes))
+    timed = timed_layers(model, tp, device)
+    shapes, decodes = (with_each_kind(x, kinds, timed) for x in (measured.shapes, measured.decodes))
     for layers in sorted({s[0] for s in shapes}):
         frozen, trained = (build(model, layers, tp, backend, device, t) for t in (False, True))
         for _, count, length, response in (s for s in shapes if s[0] == layers):
             batch = random_batch(vocab, count, length - response, response, device)
             tokens, outputs = count * length, count if output.level == "seq" else count * response
-            once = {"call": 1.0, **_by_kind(kinds, layers, 1.0, tokens),
-                    "pair": _attending(model, layers) * tokens * length, "output": outputs}
+            once = {"call": 1.0, **layer_features(kinds, layers, 1.0, tokens),
+                    "pair": attending_layers(model, layers) * tokens * length, "output": outputs}
             found["forward"].append((once, median_seconds(partial(frozen.infer, [batch], output.name, 1.0), device)))
             for times in (1, 3) if tokens < measured.small else (1,):
                 counts = {k: times * n for k, n in once.items()}
@@ -142,8 +147,9 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling, devic
                 steps, width = measured.many - FEW, length + (measured.many + FEW) / 2
                 each = steps * count
                 found["start"].append(({"call": 1.0, "layer": float(layers)}, start))
-                found["decode"].append(({"call": steps, **_by_kind(kinds, layers, steps, each),
-                                         "pair": each * _attending(model, layers) * width, "output": each}, later))
+                pairs = each * attending_layers(model, layers) * width
+                found["decode"].append(({"call": steps, **layer_features(kinds, layers, steps, each), "pair": pairs,
+                                         "output": each}, later))
     rates = {name: mean_of_kinds(fit_costs(samples), kinds) for name, samples in found.items() if samples}
     update = {"call": rates["train"].pop("update", 0.0), "element": rates["train"].pop("element", 0.0)}
     costs = {**rates, "update": update}
@@ -164,7 +170,7 @@ def image_cost(model: Model, tp: int, backend: str, tokens: int, device: torch.d
     return max(with_images - without, 0.0) / (count * images.tokens) * 1e6
 
 
-def _attending(model: Model, layers: int) -> int:
+def attending_layers(model: Model, layers: int) -> int:
     """How many of the first layers have attention."""
     without = {n for r in model.sizes.recurrences if not r.attends for n in r.layers}
     return layers - len(without & set(range(layers)))
@@ -202,19 +208,30 @@ def layer_kinds(model: Model) -> tuple[int, ...]:
     return tuple([seen.setdefault((states.get(n), *sorted(own.get(n, ()))), len(seen)) for n in range(model.layers)])
 
 
-def with_each_kind(shapes: Sequence[tuple[int, ...]], kinds: Sequence[int]) -> list[tuple[int, ...]]:
-    """Shapes to time; the first number of each is how many of the model's first layers are built. Where layers are of
-    several kinds, each shape is timed with one layer, and once more for each kind: with the layers up to the first of
+def timed_layers(model: Model, tp: int, device: torch.device) -> int:
+    """How many layers are built to be timed, besides half as many: two, and of a small model on a processor as many as
+    `FILLED_CACHE` bytes of parameters need. Two layers that stay in its caches from pass to pass are faster than the
+    layers of a run, which replace each other there."""
+    if device.type == "cuda":
+        return 2
+    own = [p for p in (*model.params, *model.base) if p.stage == "layer" and p.layer <= 0]
+    each = sum(prod(p.shape) for p in own) * SIZES[model.dtype] // tp
+    return max(2, min(-(-FILLED_CACHE // max(each, 1)), MOST_LAYERS, model.layers))
+
+
+def with_each_kind(shapes: Sequence[tuple[int, ...]], kinds: Sequence[int], timed: int = 2) -> list[tuple[int, ...]]:
+    """Shapes to time; the first number of each is how many of the model's first layers are built, and becomes half as
+    many as `timed` or `timed` itself. Where layers are of several kinds, each shape is timed with one layer, and once more for each kind: with the layers up to the first of
     this kind behind the first layer. Every such number adds one kind to those that smaller numbers have, so a fit can
     tell their costs apart."""
     if len(set(kinds)) < 2:
-        return list(shapes)
+        return [(timed if shape[0] > 1 else timed // 2, *shape[1:]) for shape in shapes]
     counts = [1, *sorted({kinds.index(kind, 1) + 1 for kind in kinds[1:]})]
     rest = list(dict.fromkeys(shape[1:] for shape in shapes))
     return [(count, *shape) for count in counts for shape in rest]
 
 
-def _by_kind(kinds: Sequence[int], layers: int, passes: float, tokens: float) -> dict[str, float]:
+def layer_features(kinds: Sequence[int], layers: int, passes: float, tokens: float) -> dict[str, float]:
     """The features of layers: of the first `layers`, by kind."""
     counts = [list(kinds[:layers]).count(kind) for kind in sorted(set(kinds))]
     return {f"layer {k}": passes * n for k, n in enumerate(counts)} | {

@@ -25,6 +25,9 @@ import torch
 import torch.distributed as dist
 
 from rldsl.measure.call_costs import measure_calls, median_seconds, synchronize, training_step
+from rldsl.measure.conversation_costs import measure_conversations
+from rldsl.measure.environment_costs import measure_environments
+from rldsl.plan.conversing import conversing_models, is_conversing
 from rldsl.plan.events import Sampling
 from rldsl.runtime.collectives import all_reduce, reduce_scatter
 from rldsl.runtime.comm.exchange import post
@@ -122,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", nargs="?")
     parser.add_argument("wanted", nargs="?",
-                        help="JSON: shards as [model, tp, backend], and whether to measure the machine")
+                        help="JSON: shards as [model, tp, backend], and whether to measure the machine and environments")
     parser.add_argument("found", nargs="?", help="output file, written by rank 0")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--facts", action="store_true", help="only print what machine this is")
@@ -198,8 +201,11 @@ def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dic
         found["measured"] = [
             {"config": m.config_digest, "head": m.head_name, "dtype": m.dtype, "tp": tp,
              "threads": torch.get_num_threads(),
-             **measure_calls(m, tp, backend, sampling, device, images)}
+             **measure_calls(m, tp, backend, sampling, device, images),
+             **(measure_conversations(m, tp, backend, sampling, device) if is_conversing(plan, m) else {})}
             for name, tp, backend in wanted["models"] for m in (models[name],)]
+        if wanted["environments"]:
+            found |= measure_environments(conversing_models(plan)[0].path)
     return found
 
 

@@ -4,8 +4,12 @@ In: how many conversations and slots, turns and latencies as distributions, and 
 many of them the shard computes. It follows `backends/torch/generate/conversations.py`: a slot waits while its
 environment works, and with `waiting="offload"` or `"recompute"` another conversation may have it meanwhile.
 
-Conversation i of N has the turns at the quantile (i + 1/2) / N, and latencies are those at the multiples of the golden
-ratio, modulo 1: both are spread evenly, and the same in every simulation.
+Conversation i of N has the turns at the quantile (i + 1/2) / N, latencies are those at the multiples of the golden
+ratio, modulo 1, and lengths of turns those at the multiples of the square root of 2: all are spread evenly, and the
+same in every simulation.
+
+Starting the process of an environment and making the tokens of its answers takes the rank's own time. What the process
+computes takes time of the cores that ranks leave free, one answer after the other, or else of the rank's own core.
 """
 
 from __future__ import annotations
@@ -20,8 +24,26 @@ from rldsl.clusters.model import Distribution
 from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS
 from rldsl.plan.payloads import Waiting
 
-GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
+GOLDEN, SILVER = 0.6180339887498949, 0.41421356237309515  # (sqrt(5) - 1) / 2, sqrt(2) - 1
 MOST_TURNS = 20_000  # that are followed one by one; of more, several equal conversations count as one
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentCosts:
+    """What environments take of the host besides `tool_seconds`, in seconds."""
+
+    start: float = 0.0  # of the rank, to start the process of a conversation
+    turn: float = 0.0  # of the rank, per answer
+    process: float = 0.0  # of a core, per conversation
+    answer: float = 0.0  # of a core, per answer
+    # cores that the ranks of a machine leave to the environments of each of them; 0: these share the rank's own core;
+    # inf: there are always enough
+    cores: float = inf
+
+    def times(self, group: int) -> EnvironmentCosts:
+        """Of `group` conversations that count as one."""
+        return replace(self, start=self.start * group, turn=self.turn * group, process=self.process * group,
+                       answer=self.answer * group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +59,9 @@ class ShardConversations:
     own_tokens: float  # of the model in a whole conversation, on average
     turns: Distribution | None  # None: the most
     tool_seconds: Distribution | None  # None: an answer takes no time
+    turn_tokens: Distribution | None = None  # of the model; None: all turns are equally long
+    most_own: float = inf  # tokens of the model in a turn
+    environments: EnvironmentCosts = EnvironmentCosts()  # of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +86,8 @@ def conversation_seconds(shard: ShardConversations, costs: PassCosts) -> tuple[f
     usual = shard.most_turns if shard.turns is None else min(shard.turns.mean, shard.most_turns)
     group = min(ceil(shard.count * usual / MOST_TURNS), max(shard.slots, 1))
     if group > 1:
-        fewer = replace(shard, count=ceil(shard.count / group), slots=shard.slots // group, live=shard.live // group)
+        fewer = replace(shard, count=ceil(shard.count / group), slots=shard.slots // group, live=shard.live // group,
+                        environments=shard.environments.times(group))
         return _one_by_one(fewer, PassCosts(lambda active: costs.decode(active * group),
                                             lambda tokens, of: costs.prefill(tokens * group, of * group),
                                             lambda tokens: costs.moved(tokens) * group))
@@ -77,7 +103,7 @@ class _Followed:
     """Conversations that are followed one by one, from event to event: a prefill, the end of a turn, an answer."""
 
     def __init__(self, shard: ShardConversations, costs: PassCosts):
-        self.shard, self.costs = shard, costs
+        self.shard, self.costs, self.environments = shard, costs, shard.environments
         turns = [_turns(shard, (i + 0.5) / shard.count) for i in range(shard.count)]
         mean = sum(turns) / max(len(turns), 1)
         self.own_tokens = shard.own_tokens / mean if mean else 0.0  # of a turn
@@ -92,7 +118,11 @@ class _Followed:
         self.free = shard.slots  # slots without a conversation
         self.ready: deque[_Conversation] = deque()  # answered, without a slot
         self.decoding: list[tuple[float, int, _Conversation]] = []  # heap, by the progress at which the turn ends
-        self.tools: list[tuple[float, int, _Conversation]] = []  # heap, by the time at which the environment answers
+        # heap, by the time at which the environment answers, and then by that at which its process has computed that
+        self.tools: list[tuple[float, int, _Conversation, bool]] = []
+        own = self.environments.cores  # heap, by the time at which each core that ranks leave free can compute more
+        self.cores = [0.0] * (max(int(min(own, shard.count)), 1) if 0 < own < inf else 0)
+        self.core_speed = min(own, 1.0)  # of each of them
         self.waiting: dict[int, _Conversation] = {}  # for an environment, with a slot; the longest first
         self.number = 0  # of turns and answers so far: breaks ties
 
@@ -109,21 +139,40 @@ class _Followed:
         """The most that may be alive: the environment says the first words of each."""
         while self.expected and self.alive < self.shard.live:
             self.alive += 1
+            self.work(self.environments.start)
             self.ask_environment(self.expected.popleft())
+
+    def work(self, seconds: float) -> None:
+        """The rank computes, and nothing else of this shard goes on."""
+        self.now, self.computed = self.now + seconds, self.computed + seconds
+
+    def work_of_process(self, seconds: float, since: float) -> float:
+        """The process of an environment computes, from a time on. Returns when it has."""
+        if not self.cores:
+            if not self.environments.cores:  # on the rank's own core, once the rank looks
+                self.work(seconds)
+            return since
+        done = max(heapq.heappop(self.cores), since) + seconds / self.core_speed
+        heapq.heappush(self.cores, done)
+        return done
 
     def ask_environment(self, c: _Conversation) -> None:
         """From now on a conversation waits for its environment."""
         self.number += 1
         seconds = self.shard.tool_seconds
         latency = 0.0 if seconds is None else seconds.quantile((self.number * GOLDEN) % 1 or 0.5)
-        heapq.heappush(self.tools, (self.now + latency, self.number, c))
+        heapq.heappush(self.tools, (self.now + latency, self.number, c, False))
         if c.placed:
             self.waiting[id(c)] = c
 
     def take_answers(self, then: float) -> None:
-        """Take over what environments have answered by `then`."""
-        while self.tools and self.tools[0][0] <= then:
-            _, _, c = heapq.heappop(self.tools)
+        """Take over what environments have answered by `then`, and while the rank does so."""
+        while self.tools and self.tools[0][0] <= max(then, self.now):
+            when, number, c, computed = heapq.heappop(self.tools)
+            if not computed and (done := self.work_of_process(self.environments.answer, when)) > when:
+                heapq.heappush(self.tools, (done, number, c, True))
+                continue
+            self.work(self.environments.turn)
             self.waiting.pop(id(c), None)
             if c.turns:
                 self.free += c.placed  # taken again at once, unless another one has waited for longer
@@ -131,6 +180,7 @@ class _Followed:
                 self.ready.appendleft(c) if not c.dropped and c.turns_done else self.ready.append(c)
             else:
                 self.free, self.alive = self.free + c.placed, self.alive - 1
+                self.work_of_process(self.environments.process, self.now)
 
     def prefill(self) -> bool:
         """Prefill all that have been answered since the pass before and get a slot, in one pass. False: there are
@@ -144,13 +194,20 @@ class _Followed:
             tokens = tokens + self.context_tokens + self.forgotten(c)
             placed, c.placed, c.dropped = placed + 1, True, False
             self.number += 1
-            heapq.heappush(self.decoding, (self.progress + self.own_tokens, self.number, c))
+            heapq.heappush(self.decoding, (self.progress + self.tokens_of_turn(), self.number, c))
         if not placed:
             return False
         spent = self.costs.prefill(tokens, placed) + moved
         self.now, self.computed = self.now + spent, self.computed + spent
         self.take_answers(self.now)
         return True
+
+    def tokens_of_turn(self) -> float:
+        """Tokens of the model in the turn that begins."""
+        if self.shard.turn_tokens is None:
+            return self.own_tokens
+        wanted = round(self.shard.turn_tokens.quantile((self.number * SILVER) % 1 or 0.5))
+        return float(min(max(wanted, 1), self.shard.most_own))
 
     def take_slot(self) -> float:
         """Take a free slot, or that of the conversation that has waited for longest. Returns seconds of moving what it

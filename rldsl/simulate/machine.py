@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from rldsl.clusters import Cluster, Measured
 from rldsl.plan.model import Model
+from rldsl.simulate.conversations import EnvironmentCosts
 from rldsl.simulate.work_counts import Shard, WorkCounts, orthogonalization
 
 # Kernels of an eager transformer in torch, counted in a trace of a Qwen3 layer; families differ little.
@@ -107,13 +108,23 @@ class Machine:
 
     def conversation_step(self, s: Shard, c: WorkCounts) -> float:
         """Seconds of a decoding step of conversations, whose passes are of other slots each time and never captured:
-        where the model was measured, its layers take the host as long as those of a forward pass."""
+        where the model was measured in other calls alone, its layers take the host as long as those of a forward
+        pass."""
         found = self.measured(s.model, s.tp)
+        if found and found.turn:
+            return _sum(found.turn, c) * (INVARIANT_PRICE[s.model.dtype].decode if s.model.invariant else 1.0)
         if not (found and found.decode and found.forward):
             return self.decode(s, c)
         passes = dict(found.forward)
         return _sum(tuple((feature, max(rate, passes.get(feature, 0.0)) if feature in ("call", "layer") else rate)
                           for feature, rate in found.decode), c)
+
+    def conversation_reply(self, s: Shard, c: WorkCounts) -> float:
+        """Seconds of a pass over what environments say."""
+        found = self.measured(s.model, s.tp)
+        if found and found.reply:
+            return _sum(found.reply, c) * (INVARIANT_PRICE[s.model.dtype].forward if s.model.invariant else 1.0)
+        return self.forward(s, c)
 
     def _decode(self, s: Shard, c: WorkCounts, captured: bool) -> float:
         found = self.measured(s.model, s.tp)
@@ -245,6 +256,13 @@ class Machine:
     def compute(self, operators: int, entries: float) -> float:
         """Seconds of a program of `operators` operators over `entries` entries."""
         return self.kernels(12 * operators) + self.memory(operators * entries * 12)
+
+    def environments(self) -> EnvironmentCosts:
+        """What conversations with environments take of the host. Ranks with a device each leave cores enough."""
+        c = self.cluster
+        cores = (c.cores / self.threads - c.gpus) / c.gpus if self.shared else inf
+        return EnvironmentCosts(c.conversation_us * 1e-6, c.turn_us * 1e-6, c.environment_us * 1e-6,
+                                c.answer_us * 1e-6, max(cores, 0.0))
 
     def host(self, moved: float) -> float:
         return moved / (self.cluster.host_gb_s * 1e9) if self.cluster.host_gb_s else 0.0

@@ -150,19 +150,21 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
 
     def prefill(tokens: float, of: float) -> float:
         return max(
-            machine.forward(s.shard, WorkCounts(1, s.shard.layers, tokens * s.shard.layers,
-                                                tokens * s.shard.layers * width * s.shard.attending,
-                                                of * s.shard.last))
+            machine.conversation_reply(s.shard, WorkCounts(
+                1, s.shard.layers, tokens * s.shard.layers, tokens * s.shard.layers * width * s.shard.attending,
+                of * s.shard.last, slots=of * s.shard.layers))
             + at(s, tokens, of) + hop(s.hidden_bytes(tokens)) for s in stages)
 
     rows = -(-rows // limits.branches)  # conversations
     slots = min(rows, event.mbs or rows)
     kept = stage.shard.layers * stage.shard.cache * stage.shard.item * stage.shard.attending
     turns = min(cluster.turns.mean if cluster.turns else limits.max_turns, limits.max_turns)
-    own = min(row.response, turns * event.sampling.max_new_tokens)  # the environment has written the rest
+    in_turn = min(cluster.turn_tokens.mean if cluster.turn_tokens else inf, event.sampling.max_new_tokens)
+    own = min(row.response, turns * in_turn)  # the environment has written the rest
     conversations = ShardConversations(
         rows, slots, min(live_conversations(slots, event.waiting), rows), event.waiting, limits.max_turns,
-        row.prompt + row.response - own, own, cluster.turns, cluster.tool_seconds)
+        row.prompt + row.response - own, own, cluster.turns, cluster.tool_seconds, cluster.turn_tokens,
+        event.sampling.max_new_tokens, machine.environments())
     costs_of_passes = PassCosts(decode, prefill, lambda tokens: machine.host(kept * tokens))
     seconds, computed = conversation_seconds(conversations, costs_of_passes)
     images = machine.tower(stages[0].shard, rows * of_a_prompt(world, row))  # once for each conversation

@@ -202,6 +202,7 @@ class WorkCounts:
     pairs: float  # (query, key) pairs of attention, counted as a full square and summed over layers that have it
     outputs: float  # tokens whose logits, value or score is needed
     images: float = 0.0  # tokens of images that the vision tower makes
+    slots: float = 0.0  # slots of the KV cache that attend on their own, summed over layers
 
     def of(self, feature: str) -> float:
         return float(getattr(self, f"{feature}s"))

@@ -129,7 +129,8 @@ def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     models = {m.name: m for m in plan.models}
     actor = measure_calls(models["actor"], 2, "torch", Sampling(), CPU)
     judge = measure_calls(models["judge"], 1, "torch", Sampling(), CPU)
-    assert set(actor) == set(PASSES) - {"tower"} and set(judge) == set(PASSES) - {"decode", "start", "tower"}
+    others = {"tower", "reply", "turn"}
+    assert set(actor) == set(PASSES) - others and set(judge) == set(PASSES) - others - {"decode", "start"}
     for found in (*actor.values(), *judge.values()):
         assert all(rate >= 0 for rate in found.values())
     assert all(set(found[p]) == set(PASSES[p]) for found in (actor, judge) for p in found)
@@ -290,7 +291,8 @@ def test_the_file_is_a_cluster(asked: list[dict], folder: Path) -> None:
     assert not found.unknown() and {(m.head, m.tp) for m in found.measured} == {("causal_lm", 2), ("reward_model", 1)}
     assert dict(found.measured[0].forward) == RATES["forward"]
     assert dict(found.measured[0].update) == RATES["update"]
-    assert asked == [{"models": [["actor", 2, "torch"], ["judge", 1, "torch"]], "machine": True, "threads": "1"}]
+    assert asked == [{"models": [["actor", 2, "torch"], ["judge", 1, "torch"]], "machine": True, "environments": False,
+                      "threads": "1"}]
     assert simulate(api.compile("score.rlf"), found).estimated == ()
 
 
