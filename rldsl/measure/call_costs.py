@@ -220,10 +220,10 @@ def timed_layers(model: Model, tp: int, device: torch.device) -> int:
 
 
 def with_each_kind(shapes: Sequence[tuple[int, ...]], kinds: Sequence[int], timed: int = 2) -> list[tuple[int, ...]]:
-    """Shapes to time; the first number of each is how many of the model's first layers are built, and becomes half as
-    many as `timed` or `timed` itself. Where layers are of several kinds, each shape is timed with one layer, and once more for each kind: with the layers up to the first of
-    this kind behind the first layer. Every such number adds one kind to those that smaller numbers have, so a fit can
-    tell their costs apart."""
+    """Shapes to time; the first number of each is how many of the model's first layers are built, and becomes `timed`
+    or half as many. Where layers are of several kinds, each shape is timed with one layer, and once more for each kind:
+    with the layers up to the first of this kind behind the first layer. Every such number adds one kind to those that
+    smaller numbers have, so a fit can tell their costs apart."""
     if len(set(kinds)) < 2:
         return [(timed if shape[0] > 1 else timed // 2, *shape[1:]) for shape in shapes]
     counts = [1, *sorted({kinds.index(kind, 1) + 1 for kind in kinds[1:]})]

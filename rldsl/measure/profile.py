@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", nargs="?")
     parser.add_argument("wanted", nargs="?",
-                        help="JSON: shards as [model, tp, backend], and whether to measure the machine and environments")
+                        help="JSON: shards as [model, tp, backend], and what else: the machine, environments")
     parser.add_argument("found", nargs="?", help="output file, written by rank 0")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--facts", action="store_true", help="only print what machine this is")

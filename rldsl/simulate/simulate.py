@@ -16,6 +16,7 @@ from math import ceil, lcm
 
 from rldsl.clusters import Cluster
 from rldsl.diag import counted, fail
+from rldsl.plan.conversing import conversing_models
 from rldsl.plan.events import Compute, Generate, Loop, ModelCall, Offload, Onload, Save, When
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import human
@@ -214,5 +215,5 @@ def _free_rates(world: World) -> tuple[str, ...]:
     used = {type(e) for e, _ in event_paths(world.plan)}
     asked = {"host_gb_s": bool(used & {Offload, Onload}) and not machine.shared, "disk_gb_s": Save in used,
              "link_us": world.per_node > 1, "network_us": header.world > world.per_node, "kernel_us": True,
-             "row_us": True}
+             "row_us": True, **dict.fromkeys(("conversation_us", "turn_us"), bool(conversing_models(world.plan)))}
     return tuple(name for name, needed in asked.items() if needed and not getattr(world.cluster, name))

@@ -70,3 +70,16 @@ def test_the_model_writes_no_more_than_its_turns_allow(tmp_path: Path, monkeypat
     assert i.table.candidates(job, 2) and seen
     prompt = i.problem.frames[job.frames[0]].max_prompt_tokens
     assert {(x.own_tokens, x.context_tokens) for x in seen} == {(own, prompt + response - own)}
+
+
+def test_what_conversations_take_of_the_host_is_in_the_bound(tmp_path: Path) -> None:
+    """A call alone takes as long as in the step, so the bound counts the same, and stays below what was found."""
+    (tmp_path / "envs.py").write_text(GAME)
+    use = f'use std.grpo (group_norm, grpo)\nuse py "{tmp_path / "envs.py"}" (Game: env)\n'
+    found = []
+    for start in (0.0, 5e6):
+        machines = cluster(1, 2, turns=Distribution(TURNS), conversation_us=start, turn_us=start / 10)
+        found.append(branch_and_bound(instance("grpo", "1B", machines, Lengths(0.0, 300.0), batch=16,
+                                               text=HEAD + use + PROMPTS + ACTOR + REF + FLOW), gap=0.0))
+    free, taken = found
+    assert taken.best[0].seconds > taken.bound * 0.999 > free.best[0].seconds + 16 * 5.0 / 2
