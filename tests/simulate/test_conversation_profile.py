@@ -162,7 +162,8 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
         measured = [{"config": models[m].config_digest, "head": models[m].head_name, "dtype": models[m].dtype, "tp": tp,
                      "threads": 1, **rates} for m, tp, _ in seen[-1]["models"]]
         machine = {"float32_tflops": 1.0, "bfloat16_tflops": 1.0, "memory_gb_s": 1.0} if seen[-1]["machine"] else {}
-        Path(found).write_text(json.dumps(machine | (HOST if seen[-1]["environments"] else {}) | {"measured": measured}))
+        host = HOST if seen[-1]["environments"] else {}
+        Path(found).write_text(json.dumps(machine | host | {"measured": measured}))
         return ""
 
     monkeypatch.setattr(command, "_run", run)
@@ -178,7 +179,8 @@ def profiled(program: str) -> str:
 def test_only_programs_with_environments_ask_for_them(asked: list[dict[str, Any]], folder: Path) -> None:
     """What was measured for a program without them is measured again, and replaced; later nothing is new to either."""
     profiled("plain.rlf")
-    assert not asked[0]["environments"] and read("profile.yaml").turn_us == 0 and not read("profile.yaml").measured[0].turn
+    first = read("profile.yaml")
+    assert not asked[0]["environments"] and first.turn_us == 0 and not first.measured[0].turn
     profiled("talk.rlf")
     assert asked[1] == {"models": [["actor", 1, "torch"]], "machine": False, "environments": True}
     found = read("profile.yaml")
@@ -193,7 +195,8 @@ def test_only_programs_with_environments_ask_for_them(asked: list[dict[str, Any]
 def test_a_profile_without_them_is_read_as_before(folder: Path) -> None:
     """It counts passes of conversations as other ones, and says what it counts as free."""
     Path("old.yaml").write_text(
-        "gpus: 1\ncores: 1\nthreads: 1\nfloat32_tflops: 1\nbfloat16_tflops: 1\nmemory_gb_s: 1\nkernel_us: 1\nrow_us: 1\n")
+        "gpus: 1\ncores: 1\nthreads: 1\nfloat32_tflops: 1\nbfloat16_tflops: 1\nmemory_gb_s: 1\n"
+        "kernel_us: 1\nrow_us: 1\n")
     plan, old = api.compile("talk.rlf"), read("old.yaml")
     before, after = (simulate(plan, x) for x in (old, replace(old, **HOST)))
     assert before.free == ("conversation_us", "turn_us") and after.free == ()
@@ -222,7 +225,8 @@ def _shard(some: Any) -> Shard:
 
 
 @pytest.mark.parametrize("text, code", [
-    ("turn_us: -1", "RL0205"), ("conversation_us: many", "RL0205"), ("turns_us: 1", "RL0107"), ("turn_tokens: 0", "RL0205"),
+    ("turn_us: -1", "RL0205"), ("conversation_us: many", "RL0205"), ("turns_us: 1", "RL0107"),
+    ("turn_tokens: 0", "RL0205"),
     ("measured: [{config: a, head: b, dtype: c, tp: 1, threads: 1, turn: {slot: 1}}]", "RL0107")])
 def test_mistakes_in_a_file(tmp_path: Path, text: str, code: str) -> None:
     from rldsl.diag import Failure

@@ -100,7 +100,8 @@ def test_the_rank_starts_processes_one_after_the_other_and_takes_answers() -> No
         without + 8 * (0.5 + 5 * 0.25), rel=0.05)
 
 
-@pytest.mark.parametrize("cores, beyond", [(0.0, 8 * 5 * 0.1), (1.0, 5 * 8 * 0.1), (2.0, 5 * 4 * 0.1), (0.5, 5 * 8 * 0.2)])
+@pytest.mark.parametrize("cores, beyond", [
+    (0.0, 8 * 5 * 0.1), (1.0, 5 * 8 * 0.1), (2.0, 5 * 4 * 0.1), (0.5, 5 * 8 * 0.2)])
 def test_processes_compute_on_cores_that_are_free(cores: float, beyond: float) -> None:
     """All answers of a turn come one after the other on each core, before the last of them is prefilled."""
     free = PassCosts(lambda _: 0.0, lambda _, __: 0.0, lambda _: 0.0)
