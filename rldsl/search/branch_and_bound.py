@@ -228,14 +228,17 @@ class BranchAndBound:
 
     def branch_on_block(self, node: SearchNode) -> None:
         """The next call on every block, up to symmetry."""
-        c = self.order[len(node.blocks)]
+        c, limit = self.order[len(node.blocks)], self.best[0].seconds if self.best else inf
         placed, tied = self.blocks_by_call(node.blocks), self.evaluator.tied_calls(c)
+        moving = Moving() if self.counts_reshards else None
         for b in self.evaluator.problem.blocks(self.calls[c], node.blocks):
-            blocks, by_call = (*node.blocks, b), placed | dict.fromkeys(tied, b)
-            if not self.evaluator.fits(self.bound.peak_bytes(by_call, b)):
+            if self.bound.call_seconds(c, b.size) >= limit:
                 continue
-            bound = self.bound.step_seconds(by_call, moving=Moving() if self.counts_reshards else None)
-            self.push(bound, SearchNode(blocks, quick_bound=len(blocks) == len(self.order)))
+            # most blocks are too slow, so that the memory of few is worked out
+            blocks, by_call = (*node.blocks, b), placed | dict.fromkeys(tied, b)
+            bound = self.bound.step_seconds(by_call, moving=moving, limit=limit)
+            if bound < limit and self.evaluator.fits(self.bound.peak_bytes(by_call, b)):
+                self.push(bound, SearchNode(blocks, quick_bound=len(blocks) == len(self.order)))
 
     def branch_on_candidate(self, node: SearchNode, bound: float) -> None:
         """Two subspaces: the next call with the first candidate that is left, and with a later one."""

@@ -27,6 +27,7 @@ from rldsl.search.reshard_bounds import ReshardBounds
 from rldsl.search.space import Block
 
 MAX_CHAINS = 64  # from one job to a training
+MAX_KEPT = 1 << 16  # cached chains; the cache is emptied when it is full
 Chain = tuple[frozenset[int], int]  # calls, and the steps that it may take
 
 
@@ -56,6 +57,7 @@ class LowerBound:
         self._seconds: dict[tuple[int, int, bool], float] = {}
         self._copies: dict[tuple[int, int], int] = {}
         self._bytes: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
+        self._chains: dict[tuple[object, ...], float] = {}  # a cache of `_longest_chain`
         self._trains = [problem.train_index.get(j.model) if j.kind != "train" else None for j in problem.calls]
         self._paths = [problem.models[j.model].path for j in problem.calls]
 
@@ -126,12 +128,24 @@ class LowerBound:
                      for c in self.calls)
 
     def step_seconds(self, blocks: Mapping[int, Block], known: Mapping[int, float] | None = None,
-                     moving: Moving | None = None) -> float:
+                     moving: Moving | None = None, limit: float = inf) -> float:
         """blocks: of some calls. known: the seconds of calls whose strategy is chosen, or which cannot be faster.
-        moving: None: what moves takes no time."""
-        root, calls = self.problem.tree.root, self.calls
-        partial = len(blocks) < len(calls)
-        seconds = list(self.min_seconds) if partial else [0.0] * len(calls)
+        moving: None: what moves takes no time. limit: a bound that reaches it need not be tight."""
+        seconds, work = self._seconds_and_work(blocks, known)
+        root = self.problem.tree.root
+        on_all_ranks = tuple([c for c, b in blocks.items() if b == root])
+        bound = max(sum(work) / root.size, self._longest_chain(seconds, on_all_ranks, keep=known is None))
+        if bound >= limit:
+            return bound
+        if moving is not None:
+            bound = max(bound, self._longest_moving_chain(blocks, seconds, moving))
+        return max(bound, _busy_seconds(blocks, seconds, work))
+
+    def _seconds_and_work(self, blocks: Mapping[int, Block],
+                          known: Mapping[int, float] | None) -> tuple[list[float], list[float]]:
+        """(seconds, seconds times ranks) of each call, at least. blocks, known: as of `step_seconds`."""
+        partial = len(blocks) < len(self.calls)
+        seconds = list(self.min_seconds) if partial else [0.0] * len(self.calls)
         work = list(self.min_work) if partial else seconds[:]
         for c, b in blocks.items():
             start, stop = b
@@ -141,36 +155,40 @@ class LowerBound:
                 train = self._trains[c]
                 each = self.call_seconds(c, stop - start, train is not None and blocks.get(train, b) != b)
             seconds[c], work[c] = each, each * (stop - start)
-        bound = sum(work) / root.size
-        on_all_ranks = {c for c, b in blocks.items() if b == root}
-        trains = {c for c in on_all_ranks if calls[c].kind == "train"}
-        spread = [c for c in on_all_ranks if calls[c].kind == "generate"]
-        for cycle, steps, first, train in self.version_cycles:
+        return seconds, work
+
+    def _longest_chain(self, seconds: Sequence[float], on_all_ranks: tuple[int, ...], keep: bool) -> float:
+        """Of the version cycles, with the calls that leave no time for any other. keep: whether other blocks may have
+        the same seconds: it is the sizes of blocks that decide them, and many blocks have the same sizes."""
+        if not keep:
+            return self._chain_seconds(seconds, on_all_ranks)
+        key = on_all_ranks, *seconds
+        if key not in self._chains:
+            if len(self._chains) >= MAX_KEPT:
+                self._chains.clear()
+            self._chains[key] = self._chain_seconds(seconds, on_all_ranks)
+        return self._chains[key]
+
+    def _chain_seconds(self, seconds: Sequence[float], on_all_ranks: tuple[int, ...]) -> float:
+        longest = 0.0
+        trains = {c for c in on_all_ranks if self.calls[c].kind == "train"}
+        spread = [c for c in on_all_ranks if self.calls[c].kind == "generate"]
+        for cycle, steps, _, _ in self.version_cycles:
             alone = trains
             if spread:
                 alone = trains.union(c for c in spread if self.dependents[c] >= cycle - {c} - trains)
-            if alone:
-                chain = sum([seconds[c] for c in alone]) + sum([seconds[c] for c in cycle - alone]) / steps
-            else:
-                chain = sum([seconds[c] for c in cycle]) / steps
-            if chain > bound:
-                bound = chain
-            if moving is not None and first != train and first in blocks and train in blocks:
+            chain = sum([seconds[c] for c in alone]) + sum([seconds[c] for c in cycle - alone]) / steps
+            longest = max(longest, chain)
+        return longest
+
+    def _longest_moving_chain(self, blocks: Mapping[int, Block], seconds: Sequence[float], moving: Moving) -> float:
+        """Of the version cycles whose trained parameters move; meanwhile other calls may run on all ranks."""
+        longest = 0.0
+        for cycle, steps, first, train in self.version_cycles:
+            if first != train and first in blocks and train in blocks:
                 moved = self._moving_seconds(first, train, blocks, seconds, moving)
-                # while parameters move, other calls may run on all ranks
-                if (chain := (sum([seconds[c] for c in cycle]) + moved) / steps) > bound:
-                    bound = chain
-        placed = [(start, stop, seconds[c], work[c]) for c, (start, stop) in blocks.items()]
-        for start, stop in set(blocks.values()):
-            covering = inside = 0.0
-            for first, last, call_seconds, call_work in placed:
-                if first <= start and stop <= last:
-                    covering += call_seconds
-                elif start <= first and last <= stop:
-                    inside += call_work
-            if (busy := covering + inside / (stop - start)) > bound:
-                bound = busy
-        return bound
+                longest = max(longest, (sum([seconds[c] for c in cycle]) + moved) / steps)
+        return longest
 
     def _moving_seconds(self, first: int, train: int, blocks: Mapping[int, Block], seconds: Sequence[float],
                         moving: Moving) -> float:
@@ -226,3 +244,19 @@ class LowerBound:
             if own_shared > shared.get(path, 0):
                 shared[path] = own_shared
         return static + active + sum(shared.values())
+
+
+def _busy_seconds(blocks: Mapping[int, Block], seconds: Sequence[float], work: Sequence[float]) -> float:
+    """How long the ranks of some block are busy at least: with the calls that cover it, and their share of the work of
+    those inside it. seconds, work: of each call."""
+    longest = 0.0
+    placed = [(start, stop, seconds[c], work[c]) for c, (start, stop) in blocks.items()]
+    for start, stop in set(blocks.values()):
+        covering = inside = 0.0
+        for first, last, call_seconds, call_work in placed:
+            if first <= start and stop <= last:
+                covering += call_seconds
+            elif start <= first and last <= stop:
+                inside += call_work
+        longest = max(longest, covering + inside / (stop - start))
+    return longest
