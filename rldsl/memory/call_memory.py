@@ -28,7 +28,7 @@ from rldsl.memory.call_parts import (
 from rldsl.memory.generate_memory import generate_bytes
 from rldsl.memory.images import ImageBytes, image_tokens
 from rldsl.memory.micro_batch_size import MicroBatch, largest_micro_batch
-from rldsl.memory.parameters import FLOAT, Copy, optimizer_state, trained
+from rldsl.memory.parameters import FLOAT, Copy, optimizer_state, trained, without_layouts
 from rldsl.memory.train_memory import train_bytes
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.backends import costs, unusable
@@ -108,16 +108,29 @@ def _check_bytes(copy: Copy, what: str, size: object) -> int:
 def infer_bytes(t: Tables, e: Infer, copy: Copy, device: str) -> Needs:
     """The activations of the largest micro-batch, in the layer that needs most or in the head; and the rows of the
     call."""
-    stack, frame = call_stack(t, (e.frame,), copy, device), t.frames[e.frame]
+    frame = t.frames[e.frame]
     count = rows(frame, t.spreads[e.spread], t.layouts, t.frames)
     m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout,
                             t.spreads[e.spread] if shares_prompts(copy.model, copy.layout) else None)
-    passed = 0 if copy.last else m.tokens * stack.any.stream  # the message of the micro-batch before
-    most = max(_layer_bytes(t, e, copy, stack, m), _image_bytes(t, e, copy, stack.any, m, device),
-               _head_bytes(t, e, copy, stack.any, m, device) if copy.last else 0)
     row = width(frame) * INDEX + frame.max_response_tokens * TOP_ENTRY * ids_per_token(t, e.ids)
-    return {"activations": passed + most, "half-precision weights": half_precision_bytes(copy),
+    return {"activations": _forward_bytes(t, e, copy, device, m), "half-precision weights": half_precision_bytes(copy),
             **weights_in_blocks(copy, device), "rows": count * row}
+
+
+def _forward_bytes(t: Tables, e: Infer, copy: Copy, device: str, m: MicroBatch) -> int:
+    """The forward pass of a micro-batch, cached: the same for any number of micro-batches and dp ranks."""
+    x = copy.layout
+    key = (e.id, m.tokens, m.responses, m.sequences, m.cp_tokens, m.repeated, without_layouts(copy.model), copy.stored,
+           x.tp, x.pp, x.vpp, x.cp, x.ep, copy.cell, device)
+    if t.passes is not None and key in t.passes:
+        return t.passes[key]
+    stack = call_stack(t, (e.frame,), copy, device)
+    passed = 0 if copy.last else m.tokens * stack.any.stream  # the message of the micro-batch before
+    found = passed + max(_layer_bytes(t, e, copy, stack, m), _image_bytes(t, e, copy, stack.any, m, device),
+                         _head_bytes(t, e, copy, stack.any, m, device) if copy.last else 0)
+    if t.passes is not None:
+        t.passes[key] = found
+    return found
 
 
 def _layer_bytes(t: Tables, e: Infer, copy: Copy, stack: StackActivations, m: MicroBatch) -> int:

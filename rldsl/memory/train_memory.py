@@ -7,7 +7,7 @@ In: an event, a copy of its model at a cell. Out: holder -> bytes, at the moment
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from rldsl.memory import logits
@@ -68,15 +68,28 @@ def _rows_of_minibatch(t: Tables, e: Train, layout: Layout) -> int:
 
 
 def _passes_of_minibatch(t: Tables, e: Train, copy: Copy, device: str) -> PassPeaks:
-    """`_pass_peaks`, cached: nothing in them depends on what `zero` divides."""
+    """`_pass_peaks`, cached: nothing in them depends on what `zero` divides, and on `dp` they depend only through the
+    micro-batches."""
     if t.passes is None:
-        return _pass_peaks(t, e, copy, device)
+        return _pass_peaks(t, e, copy, device, _largest_micro_batch(t, e, copy))
     x = copy.layout
-    key = (e.id, e.mbs, e.mbt, e.recompute, without_layouts(copy.model), copy.trained, x.dp, x.tp, x.pp, x.vpp, x.cp,
-           x.ep, copy.cell, device)
+    common = (e.id, e.recompute, without_layouts(copy.model), copy.trained, x.tp, x.pp, x.vpp, x.cp, x.ep, copy.cell,
+              device)
+    key = e.mbs, e.mbt, x.dp, common
     if key not in t.passes:
-        t.passes[key] = _pass_peaks(t, e, copy, device)
+        m = _largest_micro_batch(t, e, copy)
+        if x.vpp == 1:  # more of them only last longer
+            m = replace(m, count=min(m.count, max(x.pp, 2)))
+        of_micro_batch = m, common
+        if of_micro_batch not in t.passes:
+            t.passes[of_micro_batch] = _pass_peaks(t, e, copy, device, m)
+        t.passes[key] = t.passes[of_micro_batch]
     return t.passes[key]
+
+
+def _largest_micro_batch(t: Tables, e: Train, copy: Copy) -> MicroBatch:
+    return largest_micro_batch(t, e.frames, _rows_of_minibatch(t, e, copy.layout), e.mbs, e.mbt, copy.layout,
+                               t.spreads[e.spread] if shares_prompts(copy.model, copy.layout) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +108,10 @@ class _PassesInFlight:
         return self.when_backward_begins(0) - self.kept[0]
 
 
-def _pass_peaks(t: Tables, e: Train, copy: Copy, device: str) -> PassPeaks:
-    """The pipeline schedule gives the number of forward passes in flight."""
+def _pass_peaks(t: Tables, e: Train, copy: Copy, device: str, m: MicroBatch) -> PassPeaks:
+    """The pipeline schedule gives the number of forward passes in flight. m: the largest micro-batch."""
     stack, layout, full = call_stack(t, e.frames, copy, device), copy.layout, e.recompute == "full"
     b, chunks = stack.any, chunk_layers(copy, stack)
-    m = largest_micro_batch(t, e.frames, _rows_of_minibatch(t, e, layout), e.mbs, e.mbt, layout,
-                            t.spreads[e.spread] if shares_prompts(copy.model, layout) else None)
     # of full length, which need as much as those of the micro-batch
     sequences = -(-m.tokens // longest_sequence(t, e.frames))
     seen = image_tokens(t, [t.frames[f] for f in e.frames], m.sequences // len(e.frames), False)

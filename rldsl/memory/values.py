@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rldsl.plan.entries import ENTRIES, HIDDEN, EntrySpace, entry_spaces
 from rldsl.plan.expr import Program
@@ -51,9 +52,9 @@ class Tables:
     entries: Mapping[str, EntrySpace] = field(default_factory=dict)  # by name
     prompts: Mapping[str, PromptSource] = field(default_factory=dict)  # by frame, as far as it is known
     images: int = 0  # tokens of the images of a prompt, at most; 0: no rows have images
-    # A cache, by all that it depends on: peaks of the passes of one train call, the same at all levels of `zero`; None:
-    # not cached
-    passes: dict[Hashable, PassPeaks] | None = None
+    # A cache, by all that they depend on: what the passes of one call hold, the same at all levels of `zero`, and for
+    # micro-batches of the same size on any number of ranks; None: not cached
+    passes: dict[Hashable, Any] | None = None
 
     @staticmethod
     def of(plan: Plan) -> Tables:

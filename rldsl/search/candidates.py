@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 from rldsl.graph import model as g
-from rldsl.memory.values import PassPeaks
 from rldsl.placement.budget import max_row_tokens
 from rldsl.plan.backends import described, unable
 from rldsl.plan.model import DEFAULT_BACKEND
@@ -53,8 +52,8 @@ class CandidateTable:
         self._memory: dict[tuple[int, Strategy, int, bool], CallMemory] = {}
         self._seconds: dict[tuple[int, Strategy, int, bool], float] = {}
         self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
-        self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call on a number of ranks
-        self._pass_peaks: dict[tuple[object, ...], dict[Hashable, PassPeaks]] = {}  # of a call on a number of ranks
+        self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call
+        self._pass_peaks: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call
 
     def candidates(self, job: Job, size: int) -> tuple[Candidate, ...]:
         """Those that a device has room for, with a copy of a trained model where they certainly need one."""
@@ -102,7 +101,7 @@ class CandidateTable:
     def isolated_call(self, job: Job, s: Strategy, size: int, own: bool) -> IsolatedCall:
         key = (job.number, s.degrees, size, own)
         if key not in self._isolated:
-            of = job.number, size, own, s.backend
+            of = job.number, own, s.backend
             self._isolated[key] = IsolatedCall(self.problem, job, s, size, own, self._plain_passes.setdefault(of, {}),
                                                self._pass_peaks.setdefault(of, {}))
         return self._isolated[key]

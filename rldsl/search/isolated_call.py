@@ -17,7 +17,7 @@ from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.memory.call_memory import gradient_bytes, optimizer_bytes
 from rldsl.memory.parameters import Copy, base_bytes, resting_bytes
-from rldsl.memory.values import PassPeaks, Tables
+from rldsl.memory.values import Tables
 from rldsl.passes.row_spreads import spread_of, tokens_per_pass
 from rldsl.placement.model import Placement
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
@@ -50,10 +50,10 @@ class IsolatedCall(World):
     """A `World` with one call."""
 
     def __init__(self, problem: Problem, job: Job, s: Strategy, size: int, own: bool,
-                 plain_passes: dict[Hashable, Any] | None = None, pass_peaks: dict[Hashable, PassPeaks] | None = None):
+                 plain_passes: dict[Hashable, Any] | None = None, pass_peaks: dict[Hashable, Any] | None = None):
         """own: whether the call trains its model, or uses the trained parameters (float32) without a copy.
-        plain_passes, pass_peaks: seconds and memory of passes of the same call on as many ranks, which do not depend
-        on `zero`."""
+        plain_passes, pass_peaks: seconds and memory of passes of the same call under other strategies; see
+        `World.plain_passes` and `Tables.passes`."""
         mesh = Block(0, size).mesh()
         layout = s.layout(mesh)
         spread = spread_of(job.node, Placement(mesh, layout), problem.frames)

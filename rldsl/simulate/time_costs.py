@@ -7,6 +7,7 @@ seconds of each. `TimeCosts` counts the torch backend; other backends derive the
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, inf, log2, prod
@@ -246,15 +247,31 @@ def infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
     count = _micro_batches(event, rows, row, world.count(event.frame), layout.pp)
     if not count:
         return StagePasses(0, (), 0.0)
+    key = _micro_batch_key(event, stage, layout, rows / count)
+    if key not in world.plain_passes:
+        world.plain_passes[key] = _forward_pass(world, event, stage, rows / count)
+    seconds, message = world.plain_passes[key]
+    return StagePasses(count, ((seconds, 0.0),), message)
+
+
+def _micro_batch_key(event: Infer | Train, stage: Stage, layout: Layout, rows: float) -> Hashable:
+    """What the passes of a micro-batch of an event depend on, which `dp` and `zero` do not change. rows: of it."""
+    degrees = layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp
+    crosses = [stage.groups.crosses.get(axis) for axis in ("tp", "cp", "ep")]
+    return "micro-batch", event.id, rows, degrees, stage.rank_class, *crosses
+
+
+def _forward_pass(world: World, event: Infer, stage: Stage, rows: float) -> tuple[float, float]:
+    """(seconds of a micro-batch of `rows` rows, bytes of a message to a neighboring stage)."""
+    layout, row = world.layouts[event.layout], world.row(event.frame)
     responses = 1.0 if OUTPUTS[event.output_name].level == "seq" else row.response
-    prompts = computed_prompts(world, event, (event.frame,), rows / count)
-    one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp, prompts,
-                            image_tokens(world, event, (event.frame,), rows / count))
-    tokens = rows / count * (row.tokens - (1 - prompts) * row.prompt) / layout.cp
+    prompts = computed_prompts(world, event, (event.frame,), rows)
+    one = count_micro_batch(stage.shard, rows, row, responses, layout.cp, prompts,
+                            image_tokens(world, event, (event.frame,), rows))
+    tokens = rows * (row.tokens - (1 - prompts) * row.prompt) / layout.cp
     links = (stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
              + stage.context_parallel(tokens, stage.shard.layers) + stage.expert_parallel(tokens, stage.shard.layers))
-    seconds = world.machine.forward(stage.shard, one, links)
-    return StagePasses(count, ((seconds, 0.0),), stage.hidden_bytes(tokens))
+    return world.machine.forward(stage.shard, one, links), stage.hidden_bytes(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,20 +323,29 @@ def _plain_passes(world: World, event: Train, stage: Stage) -> PlainPasses:
         count = _micro_batches(event, rows, wide, whole, layout.pp)
     if not count:
         return PlainPasses(0)
+    key = event.recompute, _micro_batch_key(event, stage, layout, rows / count)
+    if key not in world.plain_passes:
+        world.plain_passes[key] = _both_passes(world, event, stage, rows / count)
+    return replace(world.plain_passes[key], count=count, leaves=leaves)
+
+
+def _both_passes(world: World, event: Train, stage: Stage, rows: float) -> PlainPasses:
+    """Those of one micro-batch of `rows` rows of each frame."""
+    layout, each = world.layouts[event.layout], [world.row(f) for f in event.frames]
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
-    prompts = computed_prompts(world, event, event.frames, rows / count)
-    tokens = rows / count * (wide.tokens - (1 - prompts) * wide.prompt) / layout.cp
-    images = image_tokens(world, event, event.frames, rows / count)
+    prompts = computed_prompts(world, event, event.frames, rows)
+    prompt, response = sum(r.prompt for r in each), sum(r.response for r in each)
+    tokens = rows * (prompt + response - (1 - prompts) * prompt) / layout.cp
+    images = image_tokens(world, event, event.frames, rows)
     operators = len(world.programs[event.loss].nodes)
     durations: list[tuple[float, float]] = []
     shares: list[float] = []
     for chunk in _stage_per_chunk(stage, layout):
         held = chunk.shard
-        parts = [count_micro_batch(held, rows / count, world.row(f), 1.0 if by_seq else world.row(f).response,
-                                   layout.cp, prompts)
-                 for f in event.frames]
-        one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
-        one = replace(one, images=images)
+        parts = [count_micro_batch(held, rows, row, 1.0 if by_seq else row.response, layout.cp, prompts)
+                 for row in each]
+        one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")),
+                         images)
         comm = (chunk.tensor_parallel(tokens, one.outputs, held.layers, sequence_parallel=True)
                 + chunk.context_parallel(tokens, held.layers))
         comm += chunk.expert_parallel(tokens, held.layers)
@@ -329,7 +355,7 @@ def _plain_passes(world: World, event: Train, stage: Stage) -> PlainPasses:
         loss = world.machine.compute(operators, one.outputs) if held.last else 0.0
         durations.append((forward + loss, backward + 2 * loss))
         shares.append(held.layers / max(stage.shard.layers, 1))
-    return PlainPasses(count, tuple(durations), tuple(shares), stage.hidden_bytes(tokens), leaves)
+    return PlainPasses(1, tuple(durations), tuple(shares), stage.hidden_bytes(tokens))
 
 
 def _stage_per_chunk(stage: Stage, layout: Layout) -> list[Stage]:

@@ -37,7 +37,7 @@ class World:
         self.lag = plan.header.lag  # steps that generation runs ahead
         self.images = most_image_tokens(plan.data)  # tokens of the images of a prompt, at most
         self.served: dict[Hashable, float] = {}  # a generate of a serving engine, on what links -> its seconds
-        self.plain_passes: dict[Hashable, Any] = {}  # of trainings (`time_costs.PlainPasses`)
+        self.plain_passes: dict[Hashable, Any] = {}  # of inference and training; a cache of `time_costs.py`
         # (id of a realloc event, number of a reshard of it) -> class -> traffic of a rank
         self.class_traffic: dict[tuple[int, int], dict[int, Traffic]] = {}
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}
