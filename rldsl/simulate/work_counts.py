@@ -6,7 +6,7 @@ profile` measures (`clusters/model.py`): calls, layers, tokens, pairs, outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2, prod
 from typing import Any
@@ -25,7 +25,7 @@ from rldsl.simulate.lengths import Row
 class Shard:
     """What one rank holds of a model under a layout; of tensor-parallel ranks, the one that holds most."""
 
-    model: Model  # the model
+    model: Model  # the model, without the layouts that train or average it
     tp: int  # degree of tensor parallelism
     layers: int  # of its stage
     first: bool  # whether it is the first stage
@@ -70,15 +70,21 @@ class Shard:
         return dense + self.experts * (1.0 - float((1.0 - chosen) ** tokens))
 
 
-@cache
 def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     """The shard of a pipeline stage. It does not depend on the ranks, on cp or on `zero`, and on dp only through ep."""
-    found = _build_shard(without_layouts(model), replace(layout, id=".", mesh="", dp=layout.ep, cp=1, zero=0), stage)
-    return replace(found, model=model, item=4 if storage_dtype(model, layout.id) == "float32" else itemsize(model))
+    item = 4 if storage_dtype(model, layout.id) == "float32" else itemsize(model)
+    return _build_shard(without_layouts(model), item, _without_ranks(layout.tp, layout.pp, layout.ep, layout.vpp), stage)
 
 
 @cache
-def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
+def _without_ranks(tp: int, pp: int, ep: int, vpp: int) -> Layout:
+    """A layout that says only what shards depend on."""
+    return Layout(f"{tp}.{pp}.{ep}.{vpp}", "", dp=ep, tp=tp, pp=pp, ep=ep, vpp=vpp)
+
+
+@cache
+def _build_shard(model: Model, item: int, layout: Layout, stage: int) -> Shard:
+    """item: bytes of an element as stored."""
     specs = (*model.params, *model.base)
     here = len(own_layers(model.layers, layout, stage))
     first, last = stage == 0, stage == layout.pp - 1
@@ -106,7 +112,7 @@ def _build_shard(model: Model, layout: Layout, stage: int) -> Shard:
         model=model, tp=layout.tp, layers=here, first=first, last=last, layer=layer, head=head, elements=held(specs),
         float32=held(float32_specs(specs)),
         trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
-        item=itemsize(model), experts=experts,
+        item=item, experts=experts,
         active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside),
         products=tuple(_product(s, layout, sizes.experts_per_token) for s in matrices if part[s.name]),
         moved=elements_between_products(model), ep=layout.ep, **_states(model, layout, stage), **_tower(model, first))
