@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import assert_never
 
-from rldsl.memory.call_memory import call_bytes, optimizer_bytes
-from rldsl.memory.parameters import Copy, base_bytes, resting_bytes
+from rldsl.memory.call_memory import call_bytes
+from rldsl.memory.parameters import Copy
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.search.isolated_call import HeldBytes, IsolatedCall, compute_seconds
 from rldsl.search.problem import Job, Problem
@@ -83,16 +83,14 @@ def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strat
 def build_offloaded(isolated: IsolatedCall, job: Job, e: Candidate) -> Candidate:
     """A candidate of a training or of a frozen model, with offloading: it holds nothing while other calls run."""
     onload, sending = onload_seconds(isolated, job)
-    return replace(e, strategy=replace(e.strategy, offload=True), static_bytes=0, shared_bytes=0,
-                   active_bytes=e.min_bytes, onload_seconds=onload, sending_onload_seconds=sending)
+    return Candidate(replace(e.strategy, offload=True), e.size, e.seconds, e.sync_ranks, 0, 0, e.copy_bytes,
+                     e.min_bytes, e.on_trained_params, onload, sending)
 
 
 def onload_seconds(isolated: IsolatedCall, job: Job) -> tuple[float, float]:
     """`onload_seconds` and `sending_onload_seconds` of a candidate. Parameters and optimizer state move at the same
     time."""
-    copy = isolated.fullest_stages[0]
-    parameters = isolated.machine.host(resting_bytes(copy) + base_bytes(copy))
-    optimizer = isolated.machine.host(optimizer_bytes(copy)) if copy.trained else 0.0
+    parameters, optimizer = isolated.onload_seconds
     most = max(parameters, optimizer)
     return most * job.times_per_step, parameters + most if job.kind == "train" else 0.0
 

@@ -187,22 +187,24 @@ class CandidateTable:
         strategies without chunks."""
         front = undominated(list(found))
 
-        def beaten(e: Candidate) -> bool:
-            return any(_dominates(k, e) for k in front)
+        def beaten(e: Candidate, seconds: float) -> bool:
+            """Whether another layout needs as little as `e`, and no more than `seconds`."""
+            return any(k.seconds <= seconds and _needs_as_little(k, e) for k in front)
 
         for e in found:
             fill = self._fill(job, e.strategy)
             for v in CHUNKS if fill >= MIN_FILL else ():
                 # What costs least to compute comes first: the time if chunks cost nothing, the time itself, then the
                 # memory, which is at least that of `e`.
-                if beaten(replace(e, seconds=e.seconds * (1 - fill * (1 - 1 / v)))):
+                if beaten(e, e.seconds * (1 - fill * (1 - 1 / v))):
                     continue
                 for s in with_chunks("train", e.strategy, self.problem.families[job.model].layers, (v,)):
                     if not self._backend_supports(job, s) \
-                            or beaten(replace(e, seconds=self._seconds_of(job, s, size, True))) \
+                            or beaten(e, self._seconds_of(job, s, size, True)) \
                             or not self._fits_alone(job, s, size, True):
                         continue
-                    if not beaten(chunked := self.candidate(job, s, size)):
+                    chunked = self.candidate(job, s, size)
+                    if not beaten(chunked, chunked.seconds):
                         yield chunked
 
     def _fill(self, job: Job, s: Strategy) -> float:
@@ -238,11 +240,11 @@ class CandidateTable:
         tokens, mbs = cast(int, given.get("mbt", 0)), cast(int, given.get("mbs", 0))
         if job.kind == "generate" and tokens:
             fit = max(tokens // self.problem.max_tokens(job), 1)
-            return [replace(s, mbs=min(mbs or fit, fit))]
+            return [s.with_micro_batches(min(mbs or fit, fit), s.mbt)]
         if isinstance(job.node, g.Train) and job.node.invariant:  # its passes do not depend on the placement
-            return [replace(s, mbt=tokens)]
+            return [s.with_micro_batches(s.mbs, tokens)]
         sizes = (mbs,) if tokens or "mbs" in given else micro_batch_sizes(self._max_rows(job, s.dp), s.pp)
-        return [replace(s, mbs=m, mbt=tokens) for m in sizes]
+        return [s.with_micro_batches(m, tokens) for m in sizes]
 
     def _with_token_limits(self, job: Job, s: Strategy, given: Mapping[str, object]) -> list[Strategy]:
         """With limits of tokens instead, as large as powers of two of the longest rows: where most rows are shorter,
@@ -253,7 +255,7 @@ class CandidateTable:
                 or isinstance(job.node, g.Train) and job.node.invariant
                 or sum(problem.lengths.of(f).tokens for f in frames) > MAX_MEAN_ROW * longest):
             return []
-        return [replace(s, mbt=m * longest) for m in micro_batch_sizes(self._max_rows(job, s.dp), s.pp) if m]
+        return [s.with_micro_batches(s.mbs, m * longest) for m in micro_batch_sizes(self._max_rows(job, s.dp), s.pp) if m]
 
     def _largest_that_fit(self, strategies: Sequence[Strategy], job: Job, size: int,
                           count: int) -> Sequence[Strategy]:
@@ -300,13 +302,14 @@ def undominated(entries: list[Candidate]) -> list[Candidate]:
     number of ranks that wait for each other, in resident bytes and in active bytes."""
     kept: list[Candidate] = []
     for e in sorted(entries, key=lambda e: (e.seconds, e.resident_bytes, e.active_bytes, e.strategy)):
-        if not any(_dominates(k, e) for k in kept):
+        if not any(_needs_as_little(k, e) for k in kept):  # all that are kept are as fast
             kept.append(e)
     return kept
 
 
-def _dominates(k: Candidate, e: Candidate) -> bool:
-    return (k.seconds <= e.seconds and k.resident_bytes <= e.resident_bytes and k.active_bytes <= e.active_bytes
+def _needs_as_little(k: Candidate, e: Candidate) -> bool:
+    """Whether `k` is at least as good as `e` in all but seconds."""
+    return (k.active_bytes <= e.active_bytes and k.resident_bytes <= e.resident_bytes
             and k.onload_seconds <= e.onload_seconds and k.sync_ranks <= e.sync_ranks)
 
 

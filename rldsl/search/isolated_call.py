@@ -36,6 +36,8 @@ from rldsl.simulate.machine import Machine
 from rldsl.simulate.stage import Stage, build_stage
 from rldsl.simulate.world import World
 
+SPECS: Mapping[type[g.Node], type] = {g.Generate: GenerateSpec, g.Infer: InferSpec, g.Train: TrainSpec}
+
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
@@ -72,10 +74,15 @@ class IsolatedCall(World):
         self.pass_peaks = pass_peaks
         self._events: dict[tuple[int, int, bool], AnyCall] = {}  # by what of a strategy they depend on; a cache
 
+    @cached_property
+    def payload(self) -> dict[str, Any]:
+        """The fields of its event that no strategy changes."""
+        return payload(self.node, SPECS[type(self.node)])
+
     def event(self, s: Strategy) -> AnyCall:
         options = s.mbs, s.mbt, s.recompute
         if options not in self._events:
-            self._events[options] = call_event(self.node, self.layout, self.spread.id, s, self.frames)
+            self._events[options] = call_event(self.node, self.layout, self.spread.id, s, self.frames, self.payload)
         return self._events[options]
 
     @cached_property
@@ -92,6 +99,13 @@ class IsolatedCall(World):
         """Of each of `fullest_stages`."""
         return tuple(HeldBytes(resting_bytes(c), base_bytes(c),
                                gradient_bytes(c) + optimizer_bytes(c) if c.trained else 0) for c in self.fullest_stages)
+
+    @cached_property
+    def onload_seconds(self) -> tuple[float, float]:
+        """(seconds in which the parameters of the first stage come from host memory, those of the optimizer state)."""
+        copy = self.fullest_stages[0]
+        parameters = self.machine.host(resting_bytes(copy) + base_bytes(copy))
+        return parameters, self.machine.host(optimizer_bytes(copy)) if copy.trained else 0.0
 
     @cached_property
     def distinct_stages(self) -> list[tuple[Stage, int]]:
@@ -131,16 +145,18 @@ def with_home(model: Model, layout: Layout, own: bool) -> Model:
     return replace(model, train_layout=layout.id if own and model.train_layout else model.train_layout)
 
 
-def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy, frames: Mapping[str, IndexedFrame]) -> AnyCall:
-    common: dict[str, Any] = {"id": 0, "mesh": layout.mesh, "layout": layout.id, "spread": spread, "mbs": s.mbs}
+def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy, frames: Mapping[str, IndexedFrame],
+               own: Mapping[str, Any]) -> AnyCall:
+    """own: the fields that the node has, too."""
+    common: dict[str, Any] = {"id": 0, "mesh": layout.mesh, "layout": layout.id, "spread": spread, "mbs": s.mbs, **own}
     match node:
         case g.Generate():
-            return Generate(**common, **payload(node, GenerateSpec))
+            return Generate(**common)
         case g.Infer():
-            return Infer(**common, mbt=s.mbt, **payload(node, InferSpec))
+            return Infer(**common, mbt=s.mbt)
         case g.Train():
             return Train(**common, mbt=tokens_per_pass(node, frames, layout, s.mbt),
-                         recompute="full" if s.recompute else "none", **payload(node, TrainSpec))
+                         recompute="full" if s.recompute else "none")
         case _:
             raise internal_error(f"{node.id} is not a call", "search")
 
