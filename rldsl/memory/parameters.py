@@ -108,6 +108,15 @@ def _at_rest(copy: Copy) -> Copy:
     return Copy(without_layouts(copy.model), divided, copy.cell)
 
 
+@lru_cache(maxsize=65536)
+def in_passes(copy: Copy) -> Copy:
+    """The copy under a layout that says only how parameters are divided while a call runs. Equal for copies that
+    compute with the same elements, so what is counted of one of them is counted once for all."""
+    x = copy.layout
+    divided = Layout(f"passes {x.tp}.{x.pp}.{x.ep}.{x.vpp}", "", dp=x.ep, tp=x.tp, pp=x.pp, ep=x.ep, vpp=x.vpp)
+    return Copy(without_layouts(copy.model), divided, copy.cell)
+
+
 @cache
 def _resting(copy: Copy) -> int:
     return sum(len(held(s, copy)) * box_elements(s, copy.layout, copy.cell.part, rest=True)
@@ -236,6 +245,11 @@ def largest(copy: Copy) -> int:
 @cache
 def largest_weight(copy: Copy) -> int:
     """Elements of the largest trained matrix of a layer, as this rank holds it."""
+    return _largest_weight(in_passes(copy))
+
+
+@cache
+def _largest_weight(copy: Copy) -> int:
     return max((_size(s, copy) for s in copy.model.params if s.stage == "layer" and len(s.shape) > 1), default=0)
 
 

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
-from rldsl.memory.parameters import FLOAT, Copy, group_bytes, held, largest_weight, leaf_sums, tied_gradient
+from rldsl.memory.parameters import FLOAT, Copy, group_bytes, held, in_passes, largest_weight, leaf_sums, tied_gradient
 from rldsl.memory.values import PassPeaks
 from rldsl.plan.model import ParamSpec
 from rldsl.sharding.layout import own_layers
@@ -32,8 +33,7 @@ class Groups:
         return max(*self.gradients, self.outside)
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
+class _Moment(NamedTuple):
     """Bytes that are held at one moment of a minibatch."""
 
     activations: int  # with logits and messages
@@ -48,6 +48,11 @@ class _Moment:
 @cache
 def groups_of(copy: Copy) -> Groups:
     """The groups of a copy that is trained under `zero`."""
+    return _groups_of(in_passes(copy))
+
+
+@cache
+def _groups_of(copy: Copy) -> Groups:
     layers = [s for s in copy.model.params if s.stage == "layer" and held(s, copy)]
     rest = [s for s in copy.model.params if s.stage != "layer" and held(s, copy)]
     head = [s for s in rest if copy.last and s.stage in ("last", "ends") and len(s.shape) > 1]

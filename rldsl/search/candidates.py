@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from rldsl.graph import model as g
@@ -39,6 +39,15 @@ NUM_TOKEN_LIMITS = 2  # limits of tokens kept per layout: the largest that fit
 MAX_MEAN_ROW = 0.9  # of the longest row: limits of tokens are tried where rows are shorter on average
 
 
+@dataclass(frozen=True, slots=True)
+class CostsOfLayout:
+    """A call under a layout, and what is known of its costs, by the options of a strategy that they depend on."""
+
+    isolated: IsolatedCall  # the call under that layout
+    memory: dict[tuple[int, int, bool, bool], CallMemory] = field(default_factory=dict)
+    seconds: dict[tuple[int, int, bool], float] = field(default_factory=dict)  # per step
+
+
 class CandidateTable:
     """Candidates are computed on demand, and cached."""
 
@@ -49,9 +58,7 @@ class CandidateTable:
         self._with_room: dict[tuple[int, int], tuple[Candidate, ...]] = {}
         self._divisions: dict[tuple[int, int], frozenset[tuple[int | str, ...]]] = {}
         self._by_strategy: dict[tuple[int, Strategy, int, bool], Candidate] = {}
-        self._memory: dict[tuple[int, Strategy, int, bool], CallMemory] = {}
-        self._seconds: dict[tuple[int, Strategy, int, bool], float] = {}
-        self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
+        self._by_layout: dict[tuple[object, ...], CostsOfLayout] = {}
         self._plain_passes: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call
         self._pass_peaks: dict[tuple[object, ...], dict[Hashable, Any]] = {}  # of a call
 
@@ -93,42 +100,47 @@ class CandidateTable:
     def candidate(self, job: Job, s: Strategy, size: int, own: bool = False) -> Candidate:
         key = (job.number, s, size, own or job.kind == "train")
         if key not in self._by_strategy:
-            isolated, memory = self.isolated_call(job, s, size, key[3]), self._memory_of(job, s, size, key[3])
-            self._by_strategy[key] = build_candidate(isolated, self.problem, job, s, size, memory, key[3],
-                                                     self._seconds_of(job, s, size, key[3]))
+            costs = self._costs(job, s, size, key[3])
+            self._by_strategy[key] = build_candidate(costs.isolated, self.problem, job, s, size,
+                                                     self._memory_of(costs, job, s), key[3],
+                                                     self._seconds_of(costs, job, s))
         return self._by_strategy[key]
 
     def isolated_call(self, job: Job, s: Strategy, size: int, own: bool) -> IsolatedCall:
+        return self._costs(job, s, size, own).isolated
+
+    def _costs(self, job: Job, s: Strategy, size: int, own: bool) -> CostsOfLayout:
+        """own: as of `build_candidate`."""
         key = (job.number, s.degrees, size, own)
-        if key not in self._isolated:
+        if key not in self._by_layout:
             of = job.number, own, s.backend
-            self._isolated[key] = IsolatedCall(self.problem, job, s, size, own, self._plain_passes.setdefault(of, {}),
-                                               self._pass_peaks.setdefault(of, {}))
-        return self._isolated[key]
+            self._by_layout[key] = CostsOfLayout(IsolatedCall(
+                self.problem, job, s, size, own, self._plain_passes.setdefault(of, {}),
+                self._pass_peaks.setdefault(of, {})))
+        return self._by_layout[key]
 
-    def _memory_of(self, job: Job, s: Strategy, size: int, own: bool) -> CallMemory:
-        key = (job.number, s, size, own)
-        if key not in self._memory:
-            self._memory[key] = call_memory(self.problem, self.isolated_call(job, s, size, own), job, s)
-        return self._memory[key]
+    def _memory_of(self, costs: CostsOfLayout, job: Job, s: Strategy) -> CallMemory:
+        key = s.mbs, s.mbt, s.recompute, s.offload
+        if key not in costs.memory:
+            costs.memory[key] = call_memory(self.problem, costs.isolated, job, s)
+        return costs.memory[key]
 
-    def _seconds_of(self, job: Job, s: Strategy, size: int, own: bool) -> float:
-        """Seconds of the call per step. own: as of `build_candidate`."""
-        key = (job.number, s, size, own)
-        if key not in self._seconds:
-            isolated = self.isolated_call(job, s, size, own)
-            self._seconds[key] = call_seconds(isolated, isolated.event(s)) * job.times_per_step
-        return self._seconds[key]
+    def _seconds_of(self, costs: CostsOfLayout, job: Job, s: Strategy) -> float:
+        """Seconds of the call per step."""
+        key = s.mbs, s.mbt, s.recompute
+        if key not in costs.seconds:
+            costs.seconds[key] = call_seconds(costs.isolated, costs.isolated.event(s)) * job.times_per_step
+        return costs.seconds[key]
 
-    def _fits_alone(self, job: Job, s: Strategy, size: int, own: bool) -> bool:
+    def _fits_alone(self, costs: CostsOfLayout, job: Job, s: Strategy) -> bool:
         """Whether a device has enough memory for the call and nothing else."""
-        key = (job.number, s, size, own)
-        if self.memory and key not in self._memory:
-            found = call_memory(self.problem, self.isolated_call(job, s, size, own), job, s, self.memory)
+        key = s.mbs, s.mbt, s.recompute, s.offload
+        if self.memory and key not in costs.memory:
+            found = call_memory(self.problem, costs.isolated, job, s, self.memory)
             if not self.fits(found.min_bytes):
                 return False
-            self._memory[key] = found
-        return self.fits(self._memory_of(job, s, size, own).min_bytes)
+            costs.memory[key] = found
+        return self.fits(self._memory_of(costs, job, s).min_bytes)
 
     def fits(self, size: int) -> bool:
         return not self.memory or size <= self.memory
@@ -199,9 +211,10 @@ class CandidateTable:
                 if beaten(e, e.seconds * (1 - fill * (1 - 1 / v))):
                     continue
                 for s in with_chunks("train", e.strategy, self.problem.families[job.model].layers, (v,)):
-                    if not self._backend_supports(job, s) \
-                            or beaten(e, self._seconds_of(job, s, size, True)) \
-                            or not self._fits_alone(job, s, size, True):
+                    if not self._backend_supports(job, s):
+                        continue
+                    costs = self._costs(job, s, size, True)
+                    if beaten(e, self._seconds_of(costs, job, s)) or not self._fits_alone(costs, job, s):
                         continue
                     chunked = self.candidate(job, s, size)
                     if not beaten(chunked, chunked.seconds):
@@ -259,15 +272,14 @@ class CandidateTable:
 
     def _largest_that_fit(self, strategies: Sequence[Strategy], job: Job, size: int,
                           count: int) -> Sequence[Strategy]:
-        """The last `count` strategies that fit, of a sequence that needs more and more memory."""
-        own = job.kind == "train"
-        if not strategies or self.memory and not self.fits(
-                least_bytes(self.problem, self.isolated_call(job, strategies[0], size, own), job)):
+        """The last `count` strategies that fit, of a sequence of one layout that needs more and more memory."""
+        if not strategies:
             return ()
-
-        end = len(strategies)
+        costs, end = self._costs(job, strategies[0], size, job.kind == "train"), len(strategies)
         if self.memory:
-            end = bisect_left(strategies, True, key=lambda s: not self._fits_alone(job, s, size, own))
+            if not self.fits(least_bytes(self.problem, costs.isolated, job)):
+                return ()
+            end = bisect_left(strategies, True, key=lambda s: not self._fits_alone(costs, job, s))
         return strategies[max(0, end - count) : end]
 
     def _with_offload(self, job: Job, found: Sequence[Candidate], size: int, given: bool | None) -> list[Candidate]:
