@@ -95,12 +95,14 @@ def call_bytes(tables: Tables, event: AnyCall, copy: Copy, device: str) -> dict[
             assert_never(event)
     if not isinstance(needs, Mapping) or not all(isinstance(holder, str) for holder in needs):
         raise unusable(copy.layout.backend, f"`memory.{method}` must return holder -> bytes, not {needs!r}")
-    checked = {holder: _check_bytes(copy, f"{method}[{holder!r}]", size) for holder, size in needs.items()}
+    checked = {holder: _check_bytes(copy, method, size, holder) for holder, size in needs.items()}
     return {f"{holder} of {event.display_name}": size for holder, size in checked.items() if size}
 
 
-def _check_bytes(copy: Copy, what: str, size: object) -> int:
+def _check_bytes(copy: Copy, method: str, size: object, holder: str = "") -> int:
+    """holder: of what the method returns, where it returns several."""
     if type(size) is not int or size < 0:
+        what = f"{method}[{holder!r}]" if holder else method
         raise unusable(copy.layout.backend, f"`memory.{what}` must be a whole number of bytes, 0 or more, not {size!r}")
     return size
 
@@ -122,8 +124,9 @@ def _forward_bytes(t: Tables, e: Infer, copy: Copy, device: str, m: MicroBatch) 
     x = copy.layout
     key = (e.id, m.tokens, m.responses, m.sequences, m.cp_tokens, m.repeated, without_layouts(copy.model), copy.stored,
            x.tp, x.pp, x.vpp, x.cp, x.ep, copy.cell, device)
-    if t.passes is not None and key in t.passes:
-        return t.passes[key]
+    found: int | None = t.passes.get(key) if t.passes is not None else None
+    if found is not None:
+        return found
     stack = call_stack(t, (e.frame,), copy, device)
     passed = 0 if copy.last else m.tokens * stack.any.stream  # the message of the micro-batch before
     found = passed + max(_layer_bytes(t, e, copy, stack, m), _image_bytes(t, e, copy, stack.any, m, device),

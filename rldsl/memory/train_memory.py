@@ -84,7 +84,8 @@ def _passes_of_minibatch(t: Tables, e: Train, copy: Copy, device: str) -> PassPe
         if of_micro_batch not in t.passes:
             t.passes[of_micro_batch] = _pass_peaks(t, e, copy, device, m)
         t.passes[key] = t.passes[of_micro_batch]
-    return t.passes[key]
+    found: PassPeaks = t.passes[key]
+    return found
 
 
 def _largest_micro_batch(t: Tables, e: Train, copy: Copy) -> MicroBatch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -24,6 +25,7 @@ from rldsl.search.space import Block, Strategy
 
 GAP = 0.01  # relative gap at which the search ends, by default
 MAX_ORDERED = 1 << 14  # cached orders of candidates; the cache is emptied when it is full
+MAX_OPTIMISTIC = 1 << 14  # cached candidates that stand for the fastest one of a call
 MAX_NODES = 20_000  # search nodes explored, by default
 NUM_NODES, WIDE_GAP = 2_000, 0.02  # after NUM_NODES search nodes, a search ends at WIDE_GAP, too
 NUM_KEPT = 16  # best evaluations kept
@@ -45,6 +47,7 @@ class Result:
         return self.best[0].seconds / self.bound - 1 if self.best and self.bound else inf
 
 
+FREE = ReshardCost()  # of a reshard that takes no time, as far as is known
 Blocks = tuple[Block, ...]
 Candidates = tuple[Candidate, ...]
 ShouldContinue = Callable[["Result"], bool]
@@ -420,7 +423,7 @@ class BranchAndBound:
             if train is None or job.kind == "train":
                 continue
             where, e, trained = (job.model, every[c]), chosen.get(c), chosen.get(train)
-            cost = ReshardCost()
+            cost = FREE
             if where not in undecided and (self.counts_reshards or e is not None and trained is not None):
                 key = (*where, e.strategy.degrees) if e is not None else where
                 own = every[c] == every[train] and e is not None and trained is not None and \
@@ -457,6 +460,7 @@ def _rank(found: Evaluation) -> tuple[float, int, int]:
     return found.seconds, sum(e.strategy.offload for e in found.assignment.candidates), found.bytes
 
 
+@lru_cache(maxsize=MAX_OPTIMISTIC)
 def _optimistic_candidate(seconds: float, kind: str, size: int) -> Candidate:
     """A candidate whose ranks wait for each other as little as those of its call ever do."""
     return Candidate(Strategy(), size, seconds, size if kind == "train" else 1, 0, 0, 0, 0)

@@ -268,7 +268,8 @@ class CandidateTable:
                 or isinstance(job.node, g.Train) and job.node.invariant
                 or sum(problem.lengths.of(f).tokens for f in frames) > MAX_MEAN_ROW * longest):
             return []
-        return [s.with_micro_batches(s.mbs, m * longest) for m in micro_batch_sizes(self._max_rows(job, s.dp), s.pp) if m]
+        sizes = micro_batch_sizes(self._max_rows(job, s.dp), s.pp)
+        return [s.with_micro_batches(s.mbs, m * longest) for m in sizes if m]
 
     def _largest_that_fit(self, strategies: Sequence[Strategy], job: Job, size: int,
                           count: int) -> Sequence[Strategy]:

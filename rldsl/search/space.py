@@ -60,7 +60,7 @@ class BlockTree:
     nodes: int  # number of machines
     gpus: int  # per machine
 
-    @property
+    @cached_property
     def root(self) -> Block:
         return Block(0, self.nodes * self.gpus)
 

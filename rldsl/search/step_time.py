@@ -74,8 +74,8 @@ class Orders:
     """What schedules of one problem have in common; caches."""
 
     items: dict[tuple[int, ...], StepItems] = field(default_factory=dict)  # by the steps by which each job runs ahead
-    # (job atoms, whether the first atom begins with rank 0) -> the order of the items
-    orders: dict[tuple[JobAtoms, bool], tuple[int, ...]] = field(default_factory=dict)
+    # (job atoms, whether the first atom begins with rank 0) -> the items in their order, each with its atoms
+    orders: dict[tuple[JobAtoms, bool], tuple[tuple[StepItem, tuple[int, ...]], ...]] = field(default_factory=dict)
 
 
 def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block], known: Orders) -> StepSchedule:
@@ -89,22 +89,21 @@ def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block
     if ahead not in known.items:
         known.items[ahead] = _step_items(problem, ahead)
     items, waits = known.items[ahead].items, known.items[ahead].waits
-    where = [_item_atoms(item, job_atoms, atoms[0][0] == 0) for item in items]
     key = job_atoms, atoms[0][0] == 0
     if key not in known.orders:
-        known.orders[key] = tuple(list_schedule([Task(x, item.predecessors, item.cost, item.priority)
-                                                 for x, item in zip(where, items, strict=True)]))
+        where = [_item_atoms(item, job_atoms, atoms[0][0] == 0) for item in items]
+        known.orders[key] = tuple((items[i], where[i]) for i in list_schedule(
+            [Task(x, item.predecessors, item.cost, item.priority) for x, item in zip(where, items, strict=True)]))
     jobs: list[int] = []
     played: list[PlayedItem] = []
-    for i in known.orders[key]:
-        item = items[i]
+    for item, own in known.orders[key]:
         if item.job >= 0:
             jobs.append(item.job)
-            played.append(PlayedItem(item.job, where[i], 0.0, waits[item.job]))
+            played.append(PlayedItem(item.job, own, 0.0, waits[item.job]))
         elif item.lengths_of >= 0:
-            ranks = sum([atoms[a][1] - atoms[a][0] for a in where[i]])
+            ranks = sum([atoms[a][1] - atoms[a][0] for a in own])
             seconds = overheads.length_exchange_seconds(problem.jobs[item.lengths_of], ranks)
-            played.append(PlayedItem(-1, where[i], seconds, ()))
+            played.append(PlayedItem(-1, own, seconds, ()))
     return StepSchedule(tuple(atoms), tuple(jobs), job_atoms, overhead, overheads.fetch_seconds, tuple(played))
 
 

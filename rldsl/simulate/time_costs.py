@@ -326,7 +326,8 @@ def _plain_passes(world: World, event: Train, stage: Stage) -> PlainPasses:
     key = event.recompute, _micro_batch_key(event, stage, layout, rows / count)
     if key not in world.plain_passes:
         world.plain_passes[key] = _both_passes(world, event, stage, rows / count)
-    return replace(world.plain_passes[key], count=count, leaves=leaves)
+    one: PlainPasses = world.plain_passes[key]
+    return PlainPasses(count, one.durations, one.shares, one.message, leaves)
 
 
 def _both_passes(world: World, event: Train, stage: Stage, rows: float) -> PlainPasses:
@@ -345,7 +346,7 @@ def _both_passes(world: World, event: Train, stage: Stage, rows: float) -> Plain
         parts = [count_micro_batch(held, rows, row, 1.0 if by_seq else row.response, layout.cp, prompts)
                  for row in each]
         one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")),
-                         images)
+                         images=images)
         comm = (chunk.tensor_parallel(tokens, one.outputs, held.layers, sequence_parallel=True)
                 + chunk.context_parallel(tokens, held.layers))
         comm += chunk.expert_parallel(tokens, held.layers)

@@ -73,7 +73,8 @@ class Shard:
 def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     """The shard of a pipeline stage. It does not depend on the ranks, on cp or on `zero`, and on dp only through ep."""
     item = 4 if storage_dtype(model, layout.id) == "float32" else itemsize(model)
-    return _build_shard(without_layouts(model), item, _without_ranks(layout.tp, layout.pp, layout.ep, layout.vpp), stage)
+    divided = _without_ranks(layout.tp, layout.pp, layout.ep, layout.vpp)
+    return _build_shard(without_layouts(model), item, divided, stage)
 
 
 @cache
