@@ -345,8 +345,8 @@ def _both_passes(world: World, event: Train, stage: Stage, rows: float) -> Plain
         held = chunk.shard
         parts = [count_micro_batch(held, rows, row, 1.0 if by_seq else row.response, layout.cp, prompts)
                  for row in each]
-        one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")),
-                         images=images)
+        one = WorkCounts(1, held.layers, sum(p.tokens for p in parts), sum(p.pairs for p in parts),
+                         sum(p.outputs for p in parts), images)
         comm = (chunk.tensor_parallel(tokens, one.outputs, held.layers, sequence_parallel=True)
                 + chunk.context_parallel(tokens, held.layers))
         comm += chunk.expert_parallel(tokens, held.layers)
