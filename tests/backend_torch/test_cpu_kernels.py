@@ -233,7 +233,7 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("anew")
 def test_a_library_that_others_may_write_is_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
-    made = c_compiler.compiled(cpu_kernels.SOURCE, cpu_kernels.FLAGS)
+    made = c_compiler.compiled(cpu_kernels.SOURCE, c_compiler.FAST_FLAGS)
     assert made is not None
     made.write_bytes(b"planted")
     made.chmod(0o666)

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
-from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, few_row_products, ordered_kernels
 
 Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
@@ -41,7 +41,7 @@ WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
     torch.ops.aten.new_zeros.default: lambda out, args: out.zero_,
     torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
     torch.ops.aten.scalar_tensor.default: lambda out, args: partial(out.fill_, args[0]),
-} | cpu_kernels.INTO | ordered_kernels.INTO
+} | cpu_kernels.INTO | few_row_products.INTO | ordered_kernels.INTO
 PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN  # of our own operators
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)  # of memory that something fills
 

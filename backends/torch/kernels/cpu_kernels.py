@@ -21,12 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rldsl.backends.torch.kernels import c_compiler
+from rldsl.backends.torch.kernels import c_compiler, few_row_products
 from rldsl.backends.torch.kernels.products import wide_product
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
-FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
-         "-ffp-contract=fast", "-fopenmp")
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128)  # of `decode_attention`
 UNBOUNDED = 1 << 62  # a window that hides nothing
 
@@ -51,7 +49,7 @@ ARGUMENTS = {
 @cache
 def library() -> Any:
     """The compiled functions; None if they cannot be had."""
-    return c_compiler.load(SOURCE, FLAGS, ARGUMENTS)
+    return c_compiler.load(SOURCE, c_compiler.FAST_FLAGS, ARGUMENTS)
 
 
 def available() -> bool:
@@ -186,6 +184,9 @@ def scaled_probabilities(x: torch.Tensor, normalizer: torch.Tensor, factor: torc
 
 def _sample_into(out: tuple[torch.Tensor, torch.Tensor], hidden: torch.Tensor, head: torch.Tensor,
                  draws: torch.Tensor, temperature: float) -> None:
+    if few_row_products.takes(hidden, head) and draws.is_contiguous():
+        few_row_products.sample_into(out, hidden, head, draws, temperature)
+        return
     table = wide_product(hidden, head).contiguous()
     library().sample(table.data_ptr(), draws.data_ptr(), *table.shape, temperature, *(x.data_ptr() for x in out))
 

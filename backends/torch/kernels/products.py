@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rldsl.backends.torch.kernels import few_row_products
 from rldsl.backends.torch.kernels.autograd import Function
 
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
@@ -52,6 +53,8 @@ def has_onednn() -> bool:
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [n, k] @ b [m, k].T -> [n, m]. Not differentiable: for functions with their own gradient."""
+    if few_row_products.takes(a, b):
+        return few_row_products.few_row_product(a, b)
     return _onednn(a, b, None) if _takes(a, b) else a @ b.T
 
 
@@ -105,25 +108,30 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., k] @ weight [m, k].T + bias [m]."""
     rows = x.flatten(0, -2) if x.dim() > 2 else x
-    if x.dim() < 2 or not _takes(rows, weight):
+    if x.dim() < 2:
         return F.linear(x, weight, bias)
-    out: torch.Tensor = _Linear.apply(rows, weight, bias)
+    out: torch.Tensor
+    if not torch.is_grad_enabled() and few_row_products.takes(rows, weight, bias):
+        out = few_row_products.few_row_product(rows, weight, bias)
+    elif _takes(rows, weight):
+        out = _Linear.apply(rows, weight, bias)
+    else:
+        return F.linear(x, weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
-class OneDNNLinear(nn.Linear):
-    """A linear layer whose large products oneDNN computes."""
+class CpuLinear(nn.Linear):
+    """A linear layer whose products the fastest way computes."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)
 
 
-def use_onednn(module: nn.Module) -> None:
-    """Let the plain linear layers of a model be `OneDNNLinear`, where that is faster."""
-    if onednn_is_faster():
-        for layer in module.modules():
-            if type(layer) is nn.Linear:
-                layer.__class__ = OneDNNLinear
+def use_cpu_linear(module: nn.Module) -> None:
+    """Let the plain linear layers of a model be `CpuLinear`."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = CpuLinear
 
 
 class _Linear(Function):

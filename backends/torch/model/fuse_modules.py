@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from rldsl.backends.torch.kernels.products import use_onednn
+from rldsl.backends.torch.kernels.products import use_cpu_linear
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model.fused_layers import fuse_layers, fuse_ordered_layers
 from rldsl.backends.torch.model.gradient_sums import HeadKind, HeadSums, Norms
@@ -33,7 +33,7 @@ def fuse_modules(skeleton: nn.Module, model: Model, device: torch.device) -> Non
     if any_order:
         fuse_layers(skeleton, device, norms)
         if on_cpu:
-            use_onednn(skeleton)
+            use_cpu_linear(skeleton)
     elif on_cpu:
         fuse_ordered_layers(skeleton)
 

@@ -1,0 +1,291 @@
+/* x [rows, size] @ weight [columns, size].T in float32 for few rows, as in decoding, for `cpu_kernels.py`.
+
+   A library copies a weight to an order of its own before it multiplies, which costs as much as the product where rows
+   are few. Here the weight is read as it is stored, once, an element at a time, and the rows are copied instead:
+   transposed, so that a vector holds an input of LANES rows. A tile has the sums of up to VECTORS such vectors and
+   COLUMNS columns in registers; tiles are transposed back in the cache. Sums have the order of the inputs. */
+
+#include "cpu_vectors.h"
+
+#if LANES == 16
+#define VECTORS 4 /* of rows in a tile, at most */
+#define COLUMNS(VECTORS) 6 /* of a tile. More, and their lines and those of the next tile evict one another */
+#else
+#define VECTORS 3
+#define COLUMNS(VECTORS) ((VECTORS) == 1 ? 8 : (VECTORS) == 2 ? 6 : 4)
+#endif
+#define MOST_COLUMNS 8
+#define GROUP 48 /* columns whose tiles are transposed back together: a multiple of those of a tile */
+#define HALF (LANES / 2)
+#define LINE 16  /* numbers of a line of the cache */
+#define TILE (VECTORS * LANES)
+
+/* sums [columns, vectors] of rows [size, vectors] and weight [columns, size], with bias or 0 first, in vectors of a type.
+   What is fetched is of the next tile's columns, which are next in memory: the order in which numbers are read is not
+   that of memory, so the processor does not fetch them before */
+#define ROW_TILE(NAME, TYPE)                                                                                          \
+  static inline __attribute__((always_inline)) void NAME(const float *rows, const float *weight, const float *bias,   \
+                                                         int64_t size, float *sums, const int vectors,                \
+                                                         const int columns) {                                         \
+    const int lanes = sizeof(TYPE) / sizeof(float);                                                                   \
+    TYPE total[MOST_COLUMNS][VECTORS], own[VECTORS];                                                                  \
+    _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                        \
+      _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) total[c][v] = (bias ? bias[c] : 0) - (TYPE){0};       \
+    for (int64_t first = 0; first < size; first += LINE) {                                                            \
+      _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                      \
+        __builtin_prefetch(weight + (columns + c) * size + first);                                                    \
+      for (int64_t i = first; i < size && i < first + LINE; i++) {                                                    \
+        _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)                                                     \
+          memcpy(&own[v], rows + (i * vectors + v) * lanes, sizeof(TYPE));                                            \
+        _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                    \
+          _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) total[c][v] += own[v] * weight[c * size + i];     \
+      }                                                                                                               \
+    }                                                                                                                 \
+    _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                        \
+      _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)                                                       \
+        memcpy(sums + (c * vectors + v) * lanes, &total[c][v], sizeof(TYPE));                                         \
+  }                                                                                                                   \
+  /* of the columns of a group, `at_once` of them at a time and then two and one */                                   \
+  static inline __attribute__((always_inline)) void NAME##s(const float *rows, const float *weight, const float *bias,\
+                                                            int64_t size, int64_t columns, float *sums,               \
+                                                            const int vectors, const int at_once) {                   \
+    int64_t c = 0, wide = vectors * sizeof(TYPE) / sizeof(float);                                                     \
+    for (; c + at_once <= columns; c += at_once)                                                                      \
+      NAME(rows, weight + c * size, bias ? bias + c : NULL, size, sums + c * wide, vectors, at_once);                 \
+    for (; c + 2 <= columns; c += 2)                                                                                  \
+      NAME(rows, weight + c * size, bias ? bias + c : NULL, size, sums + c * wide, vectors, 2);                       \
+    if (c < columns) NAME(rows, weight + c * size, bias ? bias + c : NULL, size, sums + c * wide, vectors, 1);        \
+  }
+
+ROW_TILE(tile, vec)
+#if LANES == 16
+typedef float half __attribute__((vector_size(4 * HALF)));
+ROW_TILE(half_tile, half)
+#endif
+
+#if LANES == 16
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
+#endif
+
+/* from [rows, columns] -> to [columns, rows], both at most LANES, with these distances between rows. `to` gets `filled`
+   columns, 0 behind `rows`. Interleaving rows LANES / 2 apart, log2(LANES) times, transposes them */
+static void transpose(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to, int64_t to_row,
+                      int64_t filled) {
+  vec a[LANES], b[LANES];
+#pragma GCC unroll 16
+  for (int r = 0; r < LANES; r++)
+    a[r] = r >= rows ? all(0) : columns == LANES ? load(from + r * from_row) : load_some(from + r * from_row, columns, 0);
+#pragma GCC unroll 4
+  for (int round = LANES; round > 1; round /= 2) {
+#pragma GCC unroll 8
+    for (int r = 0; r < LANES / 2; r++) {
+      b[2 * r] = __builtin_shufflevector(a[r], a[r + LANES / 2], LOW);
+      b[2 * r + 1] = __builtin_shufflevector(a[r], a[r + LANES / 2], HIGH);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) a[r] = b[r];
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < LANES; r++) {
+    if (r >= columns) break;
+    if (filled == LANES)
+      store(to + r * to_row, a[r]);
+    else
+      store_some(to + r * to_row, a[r], filled);
+  }
+}
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Numbers of the vectors that hold `rows` rows of a block: few rows take half a vector of 16 */
+static inline int64_t width(int64_t rows) {
+  return LANES == 16 && rows <= HALF ? HALF : (rows + LANES - 1) / LANES * LANES;
+}
+
+/* x [rows, size], rows `x_row` apart -> blocks of at most TILE rows [size, width], each TILE * size long */
+static void transposed_blocks(const float *x, int64_t x_row, int64_t rows, int64_t size, float *blocks) {
+  for (int64_t row = 0; row < rows; row += LANES) {
+    int64_t first = row / TILE * TILE, wide = width(smaller(TILE, rows - first));
+    for (int64_t i = 0; i < size; i += LANES)
+      transpose(x + row * x_row + i, x_row, smaller(LANES, rows - row), smaller(LANES, size - i),
+                blocks + first * size + i * wide + row - first, wide, smaller(LANES, wide));
+  }
+}
+
+/* sums [columns, wide] = weight @ block.T + bias of a group of columns; block: [size, wide] */
+static void block_tiles(const float *block, int64_t wide, const float *weight, const float *bias, int64_t size,
+                        int64_t columns, float *sums) {
+  switch (wide) {
+#if LANES == 16
+    case LANES / 2: half_tiles(block, weight, bias, size, columns, sums, 1, 8); break;
+    case 3 * LANES: tiles(block, weight, bias, size, columns, sums, 3, COLUMNS(3)); break;
+#endif
+    case LANES: tiles(block, weight, bias, size, columns, sums, 1, COLUMNS(1)); break;
+    case 2 * LANES: tiles(block, weight, bias, size, columns, sums, 2, COLUMNS(2)); break;
+    default: tiles(block, weight, bias, size, columns, sums, VECTORS, COLUMNS(VECTORS));
+  }
+}
+
+/* out [rows, columns], rows `out_row` apart, = block @ weight.T + bias for a group of columns. rows: of a block */
+static void group_product(const float *block, int64_t rows, const float *weight, const float *bias, int64_t size,
+                          int64_t columns, float *out, int64_t out_row) {
+  float sums[GROUP * TILE] __attribute__((aligned(64)));
+  int64_t wide = width(rows);
+  block_tiles(block, wide, weight, bias, size, columns, sums);
+  for (int64_t row = 0; row < rows; row += LANES)
+    for (int64_t c = 0; c < columns; c += LANES)
+      transpose(sums + c * wide + row, wide, smaller(LANES, columns - c), smaller(LANES, rows - row),
+                out + row * out_row + c, out_row, smaller(LANES, columns - c));
+}
+
+/* out [rows, columns] = x [rows, size], rows `x_row` apart, @ weight [columns, size].T + bias [columns], or NULL.
+   Returns 1 without memory, else 0 */
+int few_row_product(const float *x, int64_t x_row, const float *weight, const float *bias, int64_t rows, int64_t columns,
+                    int64_t size, float *out) {
+  float *blocks = aligned_alloc(64, ((rows + LANES - 1) / LANES * LANES * size * sizeof(float) + 63) / 64 * 64);
+  if (!blocks) return 1;
+  transposed_blocks(x, x_row, rows, size, blocks);
+#pragma omp parallel for if (rows * columns * size > 1 << 19)
+  for (int64_t c = 0; c < columns; c += GROUP)
+    for (int64_t row = 0; row < rows; row += TILE)
+      group_product(blocks + row * size, smaller(TILE, rows - row), weight + c * size, bias ? bias + c : NULL, size,
+                    smaller(GROUP, columns - c), out + row * columns + c, columns);
+  free(blocks);
+  return 0;
+}
+
+/* ------------------------------------------------------------------------------------------------------- sampling */
+
+#define MAX_KEPT (1 << 18) /* logits that are kept, at most; more would leave the cache before they are read */
+
+/* sums [columns, HALF] -> [columns, LANES] in place, 0 behind */
+static void widen(float *sums, int64_t columns) {
+  for (int64_t c = columns - 1; c >= 0; c--) {
+    memmove(sums + c * LANES, sums + c * HALF, HALF * sizeof(float));
+    memset(sums + c * LANES + HALF, 0, HALF * sizeof(float));
+  }
+}
+
+/* sums [columns, wide] of a group: of each row the largest in peaks [wide], and in weights [wide] the sum of
+   exp((x - peak) * factor) */
+static void group_weights(const float *sums, int64_t columns, int64_t wide, float factor, float *peaks, float *weights) {
+  for (int64_t row = 0; row < wide; row += LANES) {
+    vec peak = all(-INFINITY), total = all(0);
+    for (int64_t c = 0; c < columns; c++) {
+      vec x = load(sums + c * wide + row);
+      peak = select(x > peak, x, peak);
+    }
+    for (int64_t c = 0; c < columns; c++) total += vexp((load(sums + c * wide + row) - peak) * factor);
+    store(peaks + row, peak), store(weights + row, total);
+  }
+}
+
+/* peaks, weights: [groups, wide] as those of `group_weights`; the weights become those relative to the largest of all
+   groups, which is in most [wide] then */
+static void common_weights(float *peaks, float *weights, int64_t groups, int64_t wide, float factor, float *most) {
+  for (int64_t row = 0; row < wide; row += LANES) {
+    vec peak = all(-INFINITY);
+    for (int64_t g = 0; g < groups; g++) {
+      vec x = load(peaks + g * wide + row);
+      peak = select(x > peak, x, peak);
+    }
+    for (int64_t g = 0; g < groups; g++) {
+      float *at = weights + g * wide + row;
+      store(at, load(at) * vexp((load(peaks + g * wide + row) - peak) * factor));
+    }
+    store(most + row, peak);
+  }
+}
+
+static float dot(const float *a, const float *b, int64_t size) {
+  vec even = all(0), odd = all(0);
+  int64_t i = 0;
+  for (; i + 2 * LANES <= size; i += 2 * LANES)
+    even += load(a + i) * load(b + i), odd += load(a + i + LANES) * load(b + i + LANES);
+  float rest = 0;
+  for (; i < size; i++) rest += a[i] * b[i];
+  return sum(even + odd) + rest;
+}
+
+/* Where the sum of weights [count] exceeds `target`; the last that has weight if rounding leaves none above */
+static int64_t first_above(const float *weights, int64_t count, double target) {
+  double total = 0;
+  for (int64_t j = 0; j < count; j++) {
+    total += weights[j];
+    if (total > target) return j;
+  }
+  while (count > 1 && weights[count - 1] == 0) count--;
+  return count - 1;
+}
+
+/* What the rows of a block are sampled with, all [groups or size, wide] */
+typedef struct {
+  const float *kept; /* logits [columns, wide]; NULL: they are multiplied again */
+  const float *weights, *most;
+  int64_t wide;
+} Block;
+
+/* The token of row `row` of a block, x [size], at which the sum of weights exceeds `draw` times the total */
+static void sample_row(const Block *block, int64_t row, const float *x, const float *head, double draw, int64_t columns,
+                       int64_t size, float factor, int64_t *token, float *logprob) {
+  const double below = 1 - 0x1p-52; /* rounding may leave nothing above the total */
+  int64_t groups = (columns + GROUP - 1) / GROUP, wide = block->wide, g = 0;
+  double total = 0, before = 0;
+  for (int64_t i = 0; i < groups; i++) total += block->weights[i * wide + row];
+  double target = draw * total < total * below ? draw * total : total * below;
+  while (g < groups - 1 && !(before + block->weights[g * wide + row] > target)) before += block->weights[g++ * wide + row];
+  int64_t first = g * GROUP, count = smaller(GROUP, columns - first);
+  float logits[GROUP], weights[GROUP], peak = block->most[row];
+  for (int64_t c = 0; c < GROUP; c++)
+    logits[c] = c >= count ? -INFINITY : block->kept ? block->kept[(first + c) * wide + row]
+                                                     : dot(x, head + (first + c) * size, size);
+  for (int64_t c = 0; c < GROUP; c += LANES) store(weights + c, vexp((load(logits + c) - peak) * factor));
+  int64_t found = first_above(weights, count, target - before);
+  *token = first + found;
+  *logprob = (logits[found] - peak) * factor - (float)log(total);
+}
+
+/* For each row of x [rows, size], rows `x_row` apart, the first token at which the sum of the weights
+   exp(x . head[token] / temperature) exceeds draws [rows] times their total, and its log-prob. head: [columns, size];
+   tokens, logprobs: [rows]. Returns 1 without memory, else 0 */
+int few_row_sample(const float *x, int64_t x_row, const float *head, const double *draws, int64_t rows, int64_t columns,
+                   int64_t size, float temperature, int64_t *tokens, float *logprobs) {
+  int64_t groups = (columns + GROUP - 1) / GROUP, all_rows = (rows + LANES - 1) / LANES * LANES;
+  int64_t kept = columns * all_rows <= MAX_KEPT ? columns * all_rows : 0, floats = all_rows * (size + 2 * groups + 1);
+  float *memory = aligned_alloc(64, ((floats + kept) * sizeof(float) + 63) / 64 * 64), factor = 1 / temperature;
+  if (!memory) return 1;
+  float *blocks = memory, *peaks = blocks + all_rows * size, *weights = peaks + all_rows * groups;
+  float *most = weights + all_rows * groups, *logits = kept ? most + all_rows : NULL;
+  transposed_blocks(x, x_row, rows, size, blocks);
+#pragma omp parallel for if (rows * columns * size > 1 << 19)
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t first = 0; first < rows; first += TILE) {
+      float own[GROUP * TILE] __attribute__((aligned(64)));
+      int64_t wide = smaller(TILE, all_rows - first), c = g * GROUP, count = smaller(GROUP, columns - c);
+      float *sums = logits ? logits + first * columns + c * wide : own;
+      block_tiles(blocks + first * size, width(smaller(TILE, rows - first)), head + c * size, NULL, size, count, sums);
+      if (width(smaller(TILE, rows - first)) < wide) widen(sums, count);
+      group_weights(sums, count, wide, factor, peaks + first * groups + g * wide, weights + first * groups + g * wide);
+    }
+  for (int64_t first = 0; first < rows; first += TILE) {
+    int64_t wide = smaller(TILE, all_rows - first);
+    common_weights(peaks + first * groups, weights + first * groups, groups, wide, factor, most + first);
+  }
+#pragma omp parallel for if (rows * GROUP * size > 1 << 19)
+  for (int64_t row = 0; row < rows; row++) {
+    int64_t first = row / TILE * TILE;
+    Block block = {logits ? logits + first * columns : NULL, weights + first * groups, most + first,
+                   smaller(TILE, all_rows - first)};
+    sample_row(&block, row - first, x + row * x_row, head, draws[row], columns, size, factor, tokens + row,
+               logprobs + row);
+  }
+  free(memory);
+  return 0;
+}
