@@ -1,9 +1,9 @@
-"""Products of float32 matrices on CPUs, by the faster of the two libraries that torch has.
+"""Products of float32 matrices on CPUs, by the faster of the two libraries that torch has, or by `few_row_products`.
 
 In: matrices. Out: their product, or a linear layer with its gradients.
 
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone; oneDNN, which torch has for
-other dtypes, uses it everywhere, and there is more than twice as fast. Which one multiplies depends on the machine and
+other dtypes, uses it everywhere, and is up to twice as fast there. Which one multiplies depends on the machine and
 on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
 products stay with MKL, since a call of oneDNN takes longer to begin. Invariant models choose by the machine alone
 (`ordered_product`), since a row must have the same numbers in every batch.
@@ -22,9 +22,11 @@ from torch import nn
 from rldsl.backends.torch.kernels import few_row_products
 from rldsl.backends.torch.kernels.autograd import Function
 
+FIRST_WIDE_FAMILY = 26         # of AMD's processors: Zen 5
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
 TILE = 256, 1024               # rows and columns of a product with many columns that MKL computes at once
 MIN_COLUMNS, MIN_TILED = 1 << 13, 1 << 21  # from here on (columns, elements) it is faster tile by tile
+MIN_LONG_ROWS = 1024           # from here on transposed copies leave the cache before they are read
 MAX_ADDED_TERMS = 128          # of a sum that is added to a total by MKL
 ADDED = 1 << 22                # elements of a product that oneDNN computes before they are added to a total
 MIN_ELEMENTS = 1 << 12         # that a product has then: oneDNN is slow at few rows and columns with long sums
@@ -35,11 +37,25 @@ def onednn_is_faster() -> bool:
     """Whether this machine has AVX-512 that MKL does not use."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():
         return False
+    vendor = _processor_line("vendor_id")
+    return bool(vendor) and "Intel" not in vendor and has_onednn()
+
+
+@cache
+def has_wide_units() -> bool:
+    """Whether the processor multiplies 512 bits at once, and not 256 in two steps as AMD's before Zen 5, which AVX2
+    serves as well."""
+    family = _processor_line("cpu family")
+    return family.isdecimal() and int(family) >= FIRST_WIDE_FAMILY
+
+
+def _processor_line(name: str) -> str:
+    """What /proc/cpuinfo says of the first processor; "" if nothing."""
     try:
-        vendor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("vendor_id"))
-    except (OSError, StopIteration):
-        return False
-    return "Intel" not in vendor and has_onednn()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((x.partition(":")[2].strip() for x in lines if x.partition(":")[0].strip() == name), "")
 
 
 def has_onednn() -> bool:
@@ -84,6 +100,12 @@ def ordered_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _dense(x: torch.Tensor) -> torch.Tensor:
     """x, its elements next to one another in the order of rows or of columns that they have."""
     return x.T.contiguous().T if x.stride(0) == 1 and x.stride(1) != 1 else x.contiguous()
+
+
+def weight_gradient(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """grad [n, m].T @ x [n, k] -> [m, k]. oneDNN copies both, transposed, before it multiplies. Where they are long and
+    MKL is nearly as fast, that takes longer than it gains."""
+    return grad.T @ x if len(x) >= MIN_LONG_ROWS and not has_wide_units() else product(grad.T, x.T)
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -146,7 +168,7 @@ class _Linear(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = product(grad, weight.T) if ctx.needs_input_grad[0] else None
-        grad_weight = product(grad.T, x.T) if ctx.needs_input_grad[1] else None
+        grad_weight = weight_gradient(x, grad) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
