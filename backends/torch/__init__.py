@@ -26,11 +26,11 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
 
 def arithmetic(device: torch.device) -> str:
     """What a rank computes with besides torch: kernels in C, where they can be compiled."""
-    from rldsl.backends.torch.kernels import cpu_kernels
+    from rldsl.backends.torch.kernels import kernel_library
 
     if device.type != "cpu":
         return ""
-    return "kernels in C" if cpu_kernels.available() else "no kernels in C"
+    return "kernels in C" if kernel_library.available() else "no kernels in C"
 
 
 @cache

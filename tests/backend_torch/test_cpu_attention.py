@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.kernels import cpu_attention, cpu_kernels
+from rldsl.backends.torch.kernels import cpu_attention, cpu_kernels, kernel_library
 from rldsl.backends.torch.kernels.cpu_attention import Segment, Segments
 from rldsl.backends.torch.model.attention import Scores, VarlenAttention
 from rldsl.backends.torch.model.shared_prompts import SharedPrompts
@@ -18,7 +18,7 @@ from rldsl.plan.model import Optimizer
 from tests.backend_torch.shards import make_shard, pack, plan_model
 from tests.tiny import make_model
 
-pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason="no C compiler")
+pytestmark = pytest.mark.skipif(not kernel_library.available(), reason="no C compiler")
 
 # two prompts with responses of 1 and more tokens, one without, and one of a single token
 GROUPS = [[(0, 37, 0, 0), (90, 1, 0, 37), (91, 55, 0, 37)], [(37, 1, 0, 0)], [(38, 52, 0, 0), (146, 100, 38, 52)]]

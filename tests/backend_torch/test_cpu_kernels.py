@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from rldsl.backends.torch.generate.op_trace import trace
 from rldsl.backends.torch.generate.sampling import choose
-from rldsl.backends.torch.kernels import c_compiler, cpu_kernels
+from rldsl.backends.torch.kernels import c_compiler, cpu_kernels, cpu_sampling, kernel_library
 from rldsl.backends.torch.kernels.cpu_rotary import CpuRotary
 from rldsl.backends.torch.kernels.products import wide_product
 from rldsl.backends.torch.kernels.rms_norms import CompiledRMSNorm, RMSNormFunction
@@ -22,7 +22,7 @@ from rldsl.backends.torch.model.fused_layers import CpuGatedProduct
 from rldsl.plan.events import Sampling
 
 EPS = 1e-6
-compiled = pytest.mark.skipif(not cpu_kernels.available(), reason="no C compiler")
+compiled = pytest.mark.skipif(not kernel_library.available(), reason="no C compiler")
 Close = Callable[[Any, Any], None]
 
 
@@ -120,7 +120,7 @@ def test_sums_of_a_softmax(columns: int, keep: bool) -> None:
 def test_samples(columns: int, temperature: float) -> None:
     hidden, head = torch.randn(50, 16), torch.randn(columns, 16) * 0.5
     draws = torch.rand(50, dtype=torch.float64)
-    tokens, logprobs = cpu_kernels.sample(hidden, head, draws, temperature)
+    tokens, logprobs = cpu_sampling.sample(hidden, head, draws, temperature)
     expected = choose(hidden @ head.T, Sampling(temperature=temperature), draws, None, torch.tensor([0]))
     assert torch.equal(tokens, expected[0])
     close(logprobs, expected[1])
@@ -134,7 +134,7 @@ def test_the_ends_of_the_distribution_and_numbers_that_are_none() -> None:
     draws = torch.tensor([1e-300, 1 - 2.0**-53, 0.5, 0.5], dtype=torch.float64)
     logits = hidden @ head.T
     assert bool(logits[3].isnan().all())
-    tokens, logprobs = cpu_kernels.sample(hidden, head, draws, 1.0)
+    tokens, logprobs = cpu_sampling.sample(hidden, head, draws, 1.0)
     assert tokens[:3].tolist() == [1, 2, 2] and 0 <= int(tokens[3]) < 4
     assert bool(logprobs[3].isnan()) and bool(logprobs[:3].isfinite().all())
 
@@ -178,7 +178,7 @@ def test_a_captured_step_runs_them_again() -> None:
         n = cpu_kernels.gated_product(n, x)
         n = cpu_kernels.rotary(n[None, None], x[None], x[None])
         out = cpu_kernels.decode_attention(n[0], n[0], n[0], keys, values, positions, 0.3, None)
-        return cpu_kernels.sample(out[:, 0], weight[:, None] * weight, draws, 1.0) + (out,)
+        return cpu_sampling.sample(out[:, 0], weight[:, None] * weight, draws, 1.0) + (out,)
 
     with torch.no_grad():
         _, captured = trace(step)
@@ -191,41 +191,41 @@ def test_a_captured_step_runs_them_again() -> None:
 @pytest.fixture
 def anew() -> Iterator[None]:
     """Nothing has been compiled."""
-    cpu_kernels.library.cache_clear()
+    kernel_library.library.cache_clear()
     yield
-    cpu_kernels.library.cache_clear()
+    kernel_library.library.cache_clear()
 
 
 @pytest.mark.usefixtures("anew")
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
     monkeypatch.setattr(c_compiler, "COMPILER", "no-such-compiler")
-    assert not cpu_kernels.available() and not cpu_kernels.takes(torch.ones(2))
+    assert not kernel_library.available() and not cpu_kernels.takes(torch.ones(2))
 
 
 @pytest.mark.usefixtures("anew")
 def test_without_a_cache_folder_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLDSL_CACHE", "off")
-    assert not cpu_kernels.available()
+    assert not kernel_library.available()
 
 
 @compiled
 @pytest.mark.usefixtures("anew")
 def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
-    assert cpu_kernels.available()
+    assert kernel_library.available()
     (made,) = (tmp_path / "kernels").iterdir()
     assert made.suffix == ".so"
     before = made.stat().st_mtime_ns
-    cpu_kernels.library.cache_clear()
-    assert cpu_kernels.available() and made.stat().st_mtime_ns == before
+    kernel_library.library.cache_clear()
+    assert kernel_library.available() and made.stat().st_mtime_ns == before
     damaged = tmp_path / "other/kernels" / made.name
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"damaged")
     damaged.chmod(0o600)
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path / "other"))
-    cpu_kernels.library.cache_clear()
-    assert not cpu_kernels.available()  # and torch's operators run
+    kernel_library.library.cache_clear()
+    assert not kernel_library.available()  # and torch's operators run
 
 
 @pytest.mark.thorough
@@ -233,11 +233,11 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("anew")
 def test_a_library_that_others_may_write_is_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
-    made = c_compiler.compiled(cpu_kernels.SOURCE, c_compiler.FAST_FLAGS)
+    made = c_compiler.compiled(kernel_library.SOURCE, c_compiler.FAST_FLAGS)
     assert made is not None
     made.write_bytes(b"planted")
     made.chmod(0o666)
-    assert cpu_kernels.available() and made.read_bytes()[:4] == b"\x7fELF" and made.stat().st_mode & 0o777 == 0o600
+    assert kernel_library.available() and made.read_bytes()[:4] == b"\x7fELF" and made.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.usefixtures("anew")
@@ -249,7 +249,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
     monkeypatch.setenv("RLDSL_CACHE", str(tmp_path))
     monkeypatch.setattr(c_compiler, "_run", fail)
-    assert not cpu_kernels.available() and not [*(tmp_path / "kernels").iterdir()]
+    assert not kernel_library.available() and not [*(tmp_path / "kernels").iterdir()]
 
 
 @pytest.mark.parametrize("rows, columns", [(257, 8193), (64, 32768), (1, 8192), (300, 100)])

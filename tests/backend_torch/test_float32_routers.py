@@ -117,7 +117,9 @@ def test_routers_that_need_more_choose_as_those_of_transformers(family: str, pla
         right = theirs(hidden, *given)
         with shard._numerics(), torch.no_grad():
             found = ours(hidden.float(), *given)
-        assert all(torch.equal(a, b) for a, b in zip(right, found, strict=True)) and found[0].dtype == torch.float32
+        for a, b in zip(right, found, strict=True):  # tokens of experts are equal, products but for rounding in float32
+            torch.testing.assert_close(a, b, rtol=1e-6 * a.is_floating_point(), atol=1e-6 * a.is_floating_point())
+        assert found[0].dtype == torch.float32
 
 
 def test_a_model_in_float32_is_left_alone(path: str) -> None:

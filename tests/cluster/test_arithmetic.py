@@ -32,9 +32,9 @@ def test_unlike(found: str, says: str) -> None:
 
 @pytest.mark.parametrize(("library", "says"), [(None, "no kernels in C"), (object(), "kernels in C")])
 def test_the_torch_backend_says_whether_kernels_run(monkeypatch: pytest.MonkeyPatch, library: object, says: str) -> None:
-    from rldsl.backends.torch.kernels import cpu_kernels
+    from rldsl.backends.torch.kernels import kernel_library
 
-    monkeypatch.setattr(cpu_kernels, "library", lambda: library)
+    monkeypatch.setattr(kernel_library, "library", lambda: library)
     assert backend.arithmetic(CPU) == says and backend.arithmetic(torch.device("meta")) == ""
     found = arithmetic(CPU, ["torch", "torch"])
     assert found == f"cpu with {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, {says}"

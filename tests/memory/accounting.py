@@ -101,7 +101,7 @@ def measured(data: bytes, folder: Path, world: int, timeout: float = 240.0, kern
 
 
 def _rank(rank: int, data: bytes, out: str, cwd: str, kernels: bool) -> Measured:
-    from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
+    from rldsl.backends.torch.kernels import kernel_library, ordered_kernels
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.persist.checkpoint_writer import CheckpointWriter
@@ -109,7 +109,7 @@ def _rank(rank: int, data: bytes, out: str, cwd: str, kernels: bool) -> Measured
 
     os.chdir(cwd)
     if not kernels:  # the server that this process is forked from has its own environment, and may have loaded them
-        cpu_kernels.library = ordered_kernels._library = lambda: None
+        kernel_library.library = ordered_kernels._library = lambda: None
     storages = Storages()
     seen: dict[int, tuple[int, int, int]] = {}
     peak = 0

@@ -23,7 +23,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
-from rldsl.backends.torch.kernels import cpu_kernels, few_row_products, ordered_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, cpu_sampling, few_row_products, ordered_kernels
+from rldsl.backends.torch.kernels.kernel_library import joined
 
 Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
@@ -41,7 +42,7 @@ WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
     torch.ops.aten.new_zeros.default: lambda out, args: out.zero_,
     torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
     torch.ops.aten.scalar_tensor.default: lambda out, args: partial(out.fill_, args[0]),
-} | cpu_kernels.INTO | few_row_products.INTO | ordered_kernels.INTO
+} | cpu_kernels.INTO | cpu_sampling.INTO | few_row_products.INTO | ordered_kernels.INTO
 PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN  # of our own operators
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)  # of memory that something fills
 
@@ -73,7 +74,7 @@ def trace(function: Callable[[], Outputs], verify: bool = True) -> tuple[Outputs
     tracer = _Tracer()
     with tracer:
         out = function()
-    captured = OpTrace(tracer.ops, out, ReleasableStorage(tracer.made.values()))
+    captured = OpTrace(joined(tracer.ops), out, ReleasableStorage(tracer.made.values()))
     if verify:
         expected = [x.clone() for x in out]
         if not all(map(torch.equal, captured(), expected)):
@@ -122,9 +123,11 @@ class _Tracer(TorchDispatchMode):
             if func in ALLOCATIONS:
                 pass
             elif effect == "in place":
-                self.ops.append(partial(PLAIN.get(func, op), *args, **kwargs))
+                self.ops.append(PLAIN[func](*args) if func in PLAIN else partial(op, *args, **kwargs))
             elif (write := WRITERS.get(func)) is not None:
                 self.ops.append(write(out, args))
+            elif func is torch.ops.aten.add.Tensor and not kwargs and cpu_kernels.adds(*args, out):
+                self.ops.append(cpu_kernels.add_call(out, *args))
             elif func is torch.ops.aten.embedding.default and args[1].is_contiguous():
                 # its own variant with `out` takes ten times as long
                 self.ops.append(partial(torch.index_select, args[0], 0, args[1].view(-1), out=out.flatten(0, -2)))

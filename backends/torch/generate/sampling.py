@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, cpu_sampling
 from rldsl.backends.torch.kernels.nucleus_kernel import nucleus_kernel
 from rldsl.backends.torch.kernels.products import product
 from rldsl.backends.torch.model.logprobs import cap_logits
@@ -147,7 +147,7 @@ class Sampler:
         if draws is not None and self._compiled(hidden):
             if self.head is None:
                 raise ValueError("only the last stage of a model with an output embedding samples")
-            return cpu_kernels.sample(hidden, self.head, draws, self.sampling.temperature)
+            return cpu_sampling.sample(hidden, self.head, draws, self.sampling.temperature)
         must_continue = num_generated < self.sampling.min_new_tokens if self.sampling.min_new_tokens else None
         return choose(self._logits(hidden), self.sampling, draws, must_continue, self.eos_ids, self.vocab_cuts)
 

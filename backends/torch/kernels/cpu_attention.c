@@ -26,7 +26,6 @@ typedef struct {
 } Heads;
 
 static inline int64_t up(int64_t n) { return (n + COLUMNS - 1) / COLUMNS * COLUMNS; }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* c [rows, COLUMNS] = a [rows, n] @ b [n, COLUMNS], added to c if `add`. An element of a is a[row * a_row + i * a_step]
  */

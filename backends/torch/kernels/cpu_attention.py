@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, kernel_library
 from rldsl.backends.torch.kernels.autograd import Function
 
 Segment = tuple[int, int, int, int]  # rows of queries: the first, and how many; the same of the prefix
@@ -47,7 +47,7 @@ class Segments:
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `attend` computes these: [heads, T, size] each."""
     return all(type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1
-               for x in (q, k, v)) and cpu_kernels.available()
+               for x in (q, k, v)) and kernel_library.available()
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, window: int | None
@@ -67,7 +67,7 @@ class _Attention(Function):
                 window: int) -> torch.Tensor:
         heads, tokens, _ = q.shape
         out, normalizers = q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads)
-        _check(cpu_kernels.library().attention(
+        _check(kernel_library.library().attention(
             *_heads(q), *_heads(k), *_heads(v), *_numbers(q, k, v, segments), scale, window, out.data_ptr(),
             normalizers.data_ptr()))
         ctx.save_for_backward(q, k, v, out, normalizers)
@@ -80,7 +80,7 @@ class _Attention(Function):
         segments, scale, window = ctx.options
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in (q, k, v)]
-        _check(cpu_kernels.library().attention_backward(
+        _check(kernel_library.library().attention_backward(
             *_heads(q), *_heads(k), *_heads(v), *_heads(grad.transpose(0, 1)), *_numbers(q, k, v, segments), scale,
             window, out.data_ptr(), normalizers.data_ptr(), *(x.data_ptr() for x in grads)))
         return *(x.transpose(0, 1) for x in grads), None, None, None

@@ -133,6 +133,12 @@ void gated_product_backward(const float *gate, const float *up, const float *gra
   }
 }
 
+/* out = a + b; [count] each */
+void add(const float *a, const float *b, int64_t count, float *out) {
+#pragma omp parallel for simd if (count > 1 << 15)
+  for (int64_t j = 0; j < count; j++) out[j] = a[j] + b[j];
+}
+
 /* ------------------------------------------------------------------------------------------------- vocabularies */
 
 /* The sum over a row of exp((x - peak) / temperature), with the sum up to each block of columns in `cumulative` if that
@@ -350,3 +356,5 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
 }
 
 #include "cpu_attention.c"
+#include "cpu_products.c"
+#include "cpu_calls.c"

@@ -1,10 +1,8 @@
 """Kernels for float32 on CPUs, each in one pass over memory where torch's operators take several.
 
 In: plain tensors. Out: what the operators in the docstring of each function compute, but for rounding. `cpu_kernels.c`
-has them, with those of `cpu_attention.py` in `cpu_attention.c`, which takes a second to compile at its first use of all
-(`c_compiler.py`). Without a compiler or a cache folder there are none (`available`), and torch's operators run, as they
-do for tensors that `takes` refuses and in invariant models, whose sums have an order of their own
-(`ordered_kernels.py`).
+has them. Where there is no compiled library (`kernel_library.py`) torch's operators run, as they do for tensors that
+`takes` refuses and in invariant models, whose sums have an order of their own (`ordered_kernels.py`).
 
 What is called while a decode step is captured is an operator of torch with the namespace `rldsl`, so that the trace
 (`generate/op_trace.py`) has it; INTO and PLAIN say what a trace calls in its place.
@@ -12,49 +10,16 @@ What is called while a decode step is captured is an operator of torch with the 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rldsl.backends.torch.kernels import c_compiler, few_row_products
-from rldsl.backends.torch.kernels.products import wide_product
+from rldsl.backends.torch.kernels.kernel_library import KernelCall, available, library
 
-SOURCE = Path(__file__).with_name("cpu_kernels.c")
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128)  # of `decode_attention`
 UNBOUNDED = 1 << 62  # a window that hides nothing
-
-POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-ARGUMENTS = {
-    "rms_norm": (POINTER, POINTER, INT, INT, FLOAT, POINTER, POINTER, POINTER),
-    "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, INT, INT, POINTER, POINTER),
-    "rotary": (POINTER, INT, INT, POINTER, POINTER, INT, INT, INT, ctypes.c_int, POINTER),
-    "gated_product": (POINTER, POINTER, INT, POINTER),
-    "gated_product_backward": (POINTER, POINTER, POINTER, INT, POINTER, POINTER),
-    "exp_sums": (POINTER, POINTER, INT, INT, POINTER),
-    "softmax_sums": (POINTER, INT, INT, ctypes.c_int, POINTER, POINTER),
-    "scaled_probabilities": (POINTER, POINTER, POINTER, INT, INT),
-    "sample": (POINTER, POINTER, INT, INT, FLOAT, POINTER, POINTER),
-    "decode_attention": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, POINTER, POINTER, INT, POINTER, INT,
-                         INT, INT, INT, INT, FLOAT, INT, POINTER),
-    "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
-    "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 5),
-}
-
-
-@cache
-def library() -> Any:
-    """The compiled functions; None if they cannot be had."""
-    return c_compiler.load(SOURCE, c_compiler.FAST_FLAGS, ARGUMENTS)
-
-
-def available() -> bool:
-    """Whether there are any. The first call may compile them."""
-    return library() is not None
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -89,14 +54,14 @@ def _pointer(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _rms_norm_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+def _rms_norm_call(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> KernelCall:
     size = x.shape[-1]
-    library().rms_norm(x.data_ptr(), weight.data_ptr(), x.numel() // size, size, eps, out.data_ptr(), None, None)
+    return KernelCall("rms_norm", (x, weight, x.numel() // size, size, eps, out, None, None))
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
-    _rms_norm_into(out, x, weight, eps)
+    _rms_norm_call(out, x, weight, eps)()
     return out
 
 
@@ -109,11 +74,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ rotary embeddings
 
 
-def _rotate_into(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool = False
-                 ) -> None:
+def _rotate_call(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool = False
+                 ) -> KernelCall:
     _, heads, tokens, size = x.shape
-    library().rotary(x.data_ptr(), x.stride(1), x.stride(2), cos.data_ptr(), sin.data_ptr(), heads, tokens, size // 2,
-                      backward, out.data_ptr())
+    return KernelCall("rotary", (x, x.stride(1), x.stride(2), cos, sin, heads, tokens, size // 2, int(backward), out))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool = False) -> torch.Tensor:
@@ -121,7 +85,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
     contiguous; cos, sin: [1, T, D]. The result has tokens before heads in memory."""
     _, heads, tokens, size = x.shape
     out = x.new_empty(1, tokens, heads, size).transpose(1, 2)
-    _rotate_into(out, x, cos, sin, backward)
+    _rotate_call(out, x, cos, sin, backward)()
     return out
 
 
@@ -134,14 +98,14 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 # --------------------------------------------------------------------------------------------- feed-forward layers
 
 
-def _gate_into(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
-    library().gated_product(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
+def _gate_call(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> KernelCall:
+    return KernelCall("gated_product", (gate, up, gate.numel(), out))
 
 
 def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up"""
     out = torch.empty_like(gate)
-    _gate_into(out, gate, up)
+    _gate_call(out, gate, up)()
     return out
 
 
@@ -182,30 +146,6 @@ def scaled_probabilities(x: torch.Tensor, normalizer: torch.Tensor, factor: torc
     return x
 
 
-def _sample_into(out: tuple[torch.Tensor, torch.Tensor], hidden: torch.Tensor, head: torch.Tensor,
-                 draws: torch.Tensor, temperature: float) -> None:
-    if few_row_products.takes(hidden, head) and draws.is_contiguous():
-        few_row_products.sample_into(out, hidden, head, draws, temperature)
-        return
-    table = wide_product(hidden, head).contiguous()
-    library().sample(table.data_ptr(), draws.data_ptr(), *table.shape, temperature, *(x.data_ptr() for x in out))
-
-
-def _sample(hidden: torch.Tensor, head: torch.Tensor, draws: torch.Tensor, temperature: float
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty_like(draws, dtype=torch.long), torch.empty_like(draws, dtype=hidden.dtype)
-    _sample_into(out, hidden, head, draws, temperature)
-    return out
-
-
-def sample(hidden: torch.Tensor, head: torch.Tensor, draws: torch.Tensor, temperature: float
-           ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [S] int64 by `draws` [S] float64 in (0, 1) from softmax(hidden @ head.T / temperature), the first at which
-    the cumulative sum exceeds the draw, and their log-probs [S]. hidden: [S, H]; head: [V, H]."""
-    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.rldsl.sample(hidden, head, draws, temperature)
-    return out
-
-
 # ------------------------------------------------------------------------------------------------ decode attention
 
 
@@ -226,15 +166,30 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: to
     return out
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-            positions: torch.Tensor, scale: float, window: int, out: torch.Tensor) -> None:
+def _attend_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+                 positions: torch.Tensor, scale: float, window: int, out: torch.Tensor) -> KernelCall:
     heads, sequences, size = q.shape
     (q_head, q_seq, _), (k_head, k_seq, _), (v_head, v_seq, _) = q.stride(), k.stride(), v.stride()
-    if library().decode_attention(
-            q.data_ptr(), q_head, q_seq, k.data_ptr(), k_head, k_seq, v.data_ptr(), v_head, v_seq, keys.data_ptr(),
-            values.data_ptr(), keys.stride(0), positions.data_ptr(), sequences, heads, len(k), keys.shape[1], size,
-            scale, window, out.data_ptr()):
-        raise ValueError(f"no kernel for heads of {size}")
+    return KernelCall("decode_attention", (
+        q, q_head, q_seq, k, k_head, k_seq, v, v_head, v_seq, keys, values, keys.stride(0), positions, sequences, heads,
+        len(k), keys.shape[1], size, scale, window, out))
+
+
+def _attend(*arguments: Any) -> None:
+    _attend_call(*arguments)()
+
+
+# ------------------------------------------------------------------------------------------------------------- sums
+
+
+def adds(a: Any, b: Any, out: torch.Tensor) -> bool:
+    """Whether `add_call` adds these into `out`."""
+    return isinstance(b, torch.Tensor) and a.shape == b.shape == out.shape and takes(a, b, out)
+
+
+def add_call(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> KernelCall:
+    """a + b, bit for bit torch's."""
+    return KernelCall("add", (a, b, out.numel(), out))
 
 
 # -------------------------------------------------------------------------------------------------------- operators
@@ -244,7 +199,6 @@ for _schema, _function in (
         ("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm),
         ("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotate),
         ("gated_product(Tensor gate, Tensor up) -> Tensor", gate),
-        ("sample(Tensor hidden, Tensor head, Tensor draws, float temperature) -> (Tensor, Tensor)", _sample),
         ("decode_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor positions, "
          "float scale, int window, Tensor(c!) out) -> ()", _attend)):
     _OPERATORS.define(_schema)
@@ -252,10 +206,9 @@ for _schema, _function in (
 
 # operator -> the same into results that exist: (results, arguments) -> the call
 INTO: dict[Any, Callable[[Any, Any], Callable[[], Any]]] = {
-    torch.ops.rldsl.rms_norm.default: lambda out, args: partial(_rms_norm_into, out, *args),
-    torch.ops.rldsl.rotary.default: lambda out, args: partial(_rotate_into, out, *args),
-    torch.ops.rldsl.gated_product.default: lambda out, args: partial(_gate_into, out, *args),
-    torch.ops.rldsl.sample.default: lambda out, args: partial(_sample_into, tuple(out), *args),
+    torch.ops.rldsl.rms_norm.default: lambda out, args: _rms_norm_call(out, *args),
+    torch.ops.rldsl.rotary.default: lambda out, args: _rotate_call(out, *args),
+    torch.ops.rldsl.gated_product.default: lambda out, args: _gate_call(out, *args),
 }
-# operator that writes to its arguments -> the same without torch's dispatch
-PLAIN: dict[Any, Callable[..., Any]] = {torch.ops.rldsl.decode_attention.default: _attend}
+# operator that writes to its arguments -> the same without torch's dispatch: arguments -> the call
+PLAIN: dict[Any, Callable[..., Callable[[], Any]]] = {torch.ops.rldsl.decode_attention.default: _attend_call}

@@ -2,23 +2,23 @@
 
    A library copies a weight to an order of its own before it multiplies, which costs as much as the product where rows
    are few. Here the weight is read as it is stored, once, an element at a time, and the rows are copied instead:
-   transposed, so that a vector holds an input of LANES rows. A tile has the sums of up to VECTORS such vectors and
-   COLUMNS columns in registers; tiles are transposed back in the cache. Sums have the order of the inputs. */
+   transposed, so that a vector holds an input of LANES rows. A tile has the sums of up to ROW_VECTORS such vectors and
+   TILE_COLUMNS columns in registers; tiles are transposed back in the cache. Sums have the order of the inputs. */
 
 #include "cpu_vectors.h"
 
 #if LANES == 16
-#define VECTORS 4 /* of rows in a tile, at most */
-#define COLUMNS(VECTORS) 6 /* of a tile. More, and their lines and those of the next tile evict one another */
+#define ROW_VECTORS 4 /* of rows in a tile, at most */
+#define TILE_COLUMNS(ROW_VECTORS) 6 /* of a tile. More, and their lines and those of the next tile evict one another */
 #else
-#define VECTORS 3
-#define COLUMNS(VECTORS) ((VECTORS) == 1 ? 8 : (VECTORS) == 2 ? 6 : 4)
+#define ROW_VECTORS 3
+#define TILE_COLUMNS(ROW_VECTORS) ((ROW_VECTORS) == 1 ? 8 : (ROW_VECTORS) == 2 ? 6 : 4)
 #endif
 #define MOST_COLUMNS 8
 #define GROUP 48 /* columns whose tiles are transposed back together: a multiple of those of a tile */
 #define HALF (LANES / 2)
 #define LINE 16  /* numbers of a line of the cache */
-#define TILE (VECTORS * LANES)
+#define BLOCK_ROWS (ROW_VECTORS * LANES)
 
 /* sums [columns, vectors] of rows [size, vectors] and weight [columns, size], with bias or 0 first, in vectors of a type.
    What is fetched is of the next tile's columns, which are next in memory: the order in which numbers are read is not
@@ -28,7 +28,7 @@
                                                          int64_t size, float *sums, const int vectors,                \
                                                          const int columns) {                                         \
     const int lanes = sizeof(TYPE) / sizeof(float);                                                                   \
-    TYPE total[MOST_COLUMNS][VECTORS], own[VECTORS];                                                                  \
+    TYPE total[MOST_COLUMNS][ROW_VECTORS], own[ROW_VECTORS];                                                                  \
     _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                        \
       _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) total[c][v] = (bias ? bias[c] : 0) - (TYPE){0};       \
     for (int64_t first = 0; first < size; first += LINE) {                                                            \
@@ -57,10 +57,10 @@
     if (c < columns) NAME(rows, weight + c * size, bias ? bias + c : NULL, size, sums + c * wide, vectors, 1);        \
   }
 
-ROW_TILE(tile, vec)
+ROW_TILE(row_tile, vec)
 #if LANES == 16
 typedef float half __attribute__((vector_size(4 * HALF)));
-ROW_TILE(half_tile, half)
+ROW_TILE(half_row_tile, half)
 #endif
 
 #if LANES == 16
@@ -102,20 +102,18 @@ static void transpose(const float *from, int64_t from_row, int64_t rows, int64_t
   }
 }
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Numbers of the vectors that hold `rows` rows of a block: few rows take half a vector of 16 */
 static inline int64_t width(int64_t rows) {
   return LANES == 16 && rows <= HALF ? HALF : (rows + LANES - 1) / LANES * LANES;
 }
 
-/* x [rows, size], rows `x_row` apart -> blocks of at most TILE rows [size, width], each TILE * size long */
+/* x [rows, size], rows `x_row` apart -> blocks of at most BLOCK_ROWS rows [size, width], each BLOCK_ROWS * size long */
 static void transposed_blocks(const float *x, int64_t x_row, int64_t rows, int64_t size, float *blocks) {
   for (int64_t row = 0; row < rows; row += LANES) {
-    int64_t first = row / TILE * TILE, wide = width(smaller(TILE, rows - first));
+    int64_t first = row / BLOCK_ROWS * BLOCK_ROWS, wide = width(least(BLOCK_ROWS, rows - first));
     for (int64_t i = 0; i < size; i += LANES)
-      transpose(x + row * x_row + i, x_row, smaller(LANES, rows - row), smaller(LANES, size - i),
-                blocks + first * size + i * wide + row - first, wide, smaller(LANES, wide));
+      transpose(x + row * x_row + i, x_row, least(LANES, rows - row), least(LANES, size - i),
+                blocks + first * size + i * wide + row - first, wide, least(LANES, wide));
   }
 }
 
@@ -124,25 +122,25 @@ static void block_tiles(const float *block, int64_t wide, const float *weight, c
                         int64_t columns, float *sums) {
   switch (wide) {
 #if LANES == 16
-    case LANES / 2: half_tiles(block, weight, bias, size, columns, sums, 1, 8); break;
-    case 3 * LANES: tiles(block, weight, bias, size, columns, sums, 3, COLUMNS(3)); break;
+    case LANES / 2: half_row_tiles(block, weight, bias, size, columns, sums, 1, 8); break;
+    case 3 * LANES: row_tiles(block, weight, bias, size, columns, sums, 3, TILE_COLUMNS(3)); break;
 #endif
-    case LANES: tiles(block, weight, bias, size, columns, sums, 1, COLUMNS(1)); break;
-    case 2 * LANES: tiles(block, weight, bias, size, columns, sums, 2, COLUMNS(2)); break;
-    default: tiles(block, weight, bias, size, columns, sums, VECTORS, COLUMNS(VECTORS));
+    case LANES: row_tiles(block, weight, bias, size, columns, sums, 1, TILE_COLUMNS(1)); break;
+    case 2 * LANES: row_tiles(block, weight, bias, size, columns, sums, 2, TILE_COLUMNS(2)); break;
+    default: row_tiles(block, weight, bias, size, columns, sums, ROW_VECTORS, TILE_COLUMNS(ROW_VECTORS));
   }
 }
 
 /* out [rows, columns], rows `out_row` apart, = block @ weight.T + bias for a group of columns. rows: of a block */
 static void group_product(const float *block, int64_t rows, const float *weight, const float *bias, int64_t size,
                           int64_t columns, float *out, int64_t out_row) {
-  float sums[GROUP * TILE] __attribute__((aligned(64)));
+  float sums[GROUP * BLOCK_ROWS] __attribute__((aligned(64)));
   int64_t wide = width(rows);
   block_tiles(block, wide, weight, bias, size, columns, sums);
   for (int64_t row = 0; row < rows; row += LANES)
     for (int64_t c = 0; c < columns; c += LANES)
-      transpose(sums + c * wide + row, wide, smaller(LANES, columns - c), smaller(LANES, rows - row),
-                out + row * out_row + c, out_row, smaller(LANES, columns - c));
+      transpose(sums + c * wide + row, wide, least(LANES, columns - c), least(LANES, rows - row),
+                out + row * out_row + c, out_row, least(LANES, columns - c));
 }
 
 /* out [rows, columns] = x [rows, size], rows `x_row` apart, @ weight [columns, size].T + bias [columns], or NULL.
@@ -154,9 +152,9 @@ int few_row_product(const float *x, int64_t x_row, const float *weight, const fl
   transposed_blocks(x, x_row, rows, size, blocks);
 #pragma omp parallel for if (rows * columns * size > 1 << 19)
   for (int64_t c = 0; c < columns; c += GROUP)
-    for (int64_t row = 0; row < rows; row += TILE)
-      group_product(blocks + row * size, smaller(TILE, rows - row), weight + c * size, bias ? bias + c : NULL, size,
-                    smaller(GROUP, columns - c), out + row * columns + c, columns);
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS)
+      group_product(blocks + row * size, least(BLOCK_ROWS, rows - row), weight + c * size, bias ? bias + c : NULL, size,
+                    least(GROUP, columns - c), out + row * columns + c, columns);
   free(blocks);
   return 0;
 }
@@ -182,7 +180,8 @@ static void group_weights(const float *sums, int64_t columns, int64_t wide, floa
       vec x = load(sums + c * wide + row);
       peak = select(x > peak, x, peak);
     }
-    for (int64_t c = 0; c < columns; c++) total += vexp((load(sums + c * wide + row) - peak) * factor);
+    vec from = select(peak == -INFINITY, all(0), peak); /* -infinity less itself is NaN */
+    for (int64_t c = 0; c < columns; c++) total += vexp((load(sums + c * wide + row) - from) * factor);
     store(peaks + row, peak), store(weights + row, total);
   }
 }
@@ -202,16 +201,6 @@ static void common_weights(float *peaks, float *weights, int64_t groups, int64_t
     }
     store(most + row, peak);
   }
-}
-
-static float dot(const float *a, const float *b, int64_t size) {
-  vec even = all(0), odd = all(0);
-  int64_t i = 0;
-  for (; i + 2 * LANES <= size; i += 2 * LANES)
-    even += load(a + i) * load(b + i), odd += load(a + i + LANES) * load(b + i + LANES);
-  float rest = 0;
-  for (; i < size; i++) rest += a[i] * b[i];
-  return sum(even + odd) + rest;
 }
 
 /* Where the sum of weights [count] exceeds `target`; the last that has weight if rounding leaves none above */
@@ -241,7 +230,7 @@ static void sample_row(const Block *block, int64_t row, const float *x, const fl
   for (int64_t i = 0; i < groups; i++) total += block->weights[i * wide + row];
   double target = draw * total < total * below ? draw * total : total * below;
   while (g < groups - 1 && !(before + block->weights[g * wide + row] > target)) before += block->weights[g++ * wide + row];
-  int64_t first = g * GROUP, count = smaller(GROUP, columns - first);
+  int64_t first = g * GROUP, count = least(GROUP, columns - first);
   float logits[GROUP], weights[GROUP], peak = block->most[row];
   for (int64_t c = 0; c < GROUP; c++)
     logits[c] = c >= count ? -INFINITY : block->kept ? block->kept[(first + c) * wide + row]
@@ -266,23 +255,23 @@ int few_row_sample(const float *x, int64_t x_row, const float *head, const doubl
   transposed_blocks(x, x_row, rows, size, blocks);
 #pragma omp parallel for if (rows * columns * size > 1 << 19)
   for (int64_t g = 0; g < groups; g++)
-    for (int64_t first = 0; first < rows; first += TILE) {
-      float own[GROUP * TILE] __attribute__((aligned(64)));
-      int64_t wide = smaller(TILE, all_rows - first), c = g * GROUP, count = smaller(GROUP, columns - c);
+    for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+      float own[GROUP * BLOCK_ROWS] __attribute__((aligned(64)));
+      int64_t wide = least(BLOCK_ROWS, all_rows - first), c = g * GROUP, count = least(GROUP, columns - c);
       float *sums = logits ? logits + first * columns + c * wide : own;
-      block_tiles(blocks + first * size, width(smaller(TILE, rows - first)), head + c * size, NULL, size, count, sums);
-      if (width(smaller(TILE, rows - first)) < wide) widen(sums, count);
+      block_tiles(blocks + first * size, width(least(BLOCK_ROWS, rows - first)), head + c * size, NULL, size, count, sums);
+      if (width(least(BLOCK_ROWS, rows - first)) < wide) widen(sums, count);
       group_weights(sums, count, wide, factor, peaks + first * groups + g * wide, weights + first * groups + g * wide);
     }
-  for (int64_t first = 0; first < rows; first += TILE) {
-    int64_t wide = smaller(TILE, all_rows - first);
+  for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+    int64_t wide = least(BLOCK_ROWS, all_rows - first);
     common_weights(peaks + first * groups, weights + first * groups, groups, wide, factor, most + first);
   }
 #pragma omp parallel for if (rows * GROUP * size > 1 << 19)
   for (int64_t row = 0; row < rows; row++) {
-    int64_t first = row / TILE * TILE;
+    int64_t first = row / BLOCK_ROWS * BLOCK_ROWS;
     Block block = {logits ? logits + first * columns : NULL, weights + first * groups, most + first,
-                   smaller(TILE, all_rows - first)};
+                   least(BLOCK_ROWS, all_rows - first)};
     sample_row(&block, row - first, x + row * x_row, head, draws[row], columns, size, factor, tokens + row,
                logprobs + row);
   }

@@ -19,6 +19,7 @@
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline vec load(const float *x) { vec v; memcpy(&v, x, sizeof v); return v; }
 static inline void store(float *x, vec v) { memcpy(x, &v, sizeof v); }
 static inline vec all(float x) { return x - (vec){0}; }

@@ -151,5 +151,6 @@ for _schema, _function in (
 # as those of `cpu_kernels`
 INTO: dict[Any, Callable[[Any, Any], Callable[[], Any]]] = {
     torch.ops.rldsl.ordered_rotary.default: lambda out, args: partial(_rotate_into, out, *args)}
-PLAIN: dict[Any, Callable[..., Any]] = {torch.ops.rldsl.decode_scores.default: _scores,
-                                        torch.ops.rldsl.decode_values.default: _values}
+PLAIN: dict[Any, Callable[..., Callable[[], Any]]] = {
+    torch.ops.rldsl.decode_scores.default: partial(partial, _scores),
+    torch.ops.rldsl.decode_values.default: partial(partial, _values)}
