@@ -126,7 +126,7 @@ class _Tracer(TorchDispatchMode):
                 self.ops.append(PLAIN[func](*args) if func in PLAIN else partial(op, *args, **kwargs))
             elif (write := WRITERS.get(func)) is not None:
                 self.ops.append(write(out, args))
-            elif func is torch.ops.aten.add.Tensor and not kwargs and cpu_kernels.adds(*args, out):
+            elif func is torch.ops.aten.add.Tensor and not kwargs and cpu_kernels.adds(args[0], args[1], out):
                 self.ops.append(cpu_kernels.add_call(out, *args))
             elif func is torch.ops.aten.embedding.default and args[1].is_contiguous():
                 # its own variant with `out` takes ten times as long

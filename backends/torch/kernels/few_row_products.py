@@ -21,7 +21,7 @@ MAX_ELEMENTS = 1 << 17  # of all rows, which stay in the cache while the weight 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether `few_row_product` computes x [n, k] @ weight [m, k].T + bias [m]. The first call may compile it."""
-    return (MIN_ROWS <= len(x) and 0 < x.numel() <= MAX_ELEMENTS and x.stride(1) == 1 and weight.is_contiguous()
+    return (len(x) >= MIN_ROWS and 0 < x.numel() <= MAX_ELEMENTS and x.stride(1) == 1 and weight.is_contiguous()
             and (bias is None or bias.is_contiguous())
             and all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == torch.float32 and t.device.type == "cpu"
                     for t in (x, weight, *(() if bias is None else (bias,))))
