@@ -1,8 +1,8 @@
 """What conversations with environments take of the host on this machine, besides what the user's code does.
 
 In: the directory of a tokenizer. Out: microseconds by the names of a cluster's file. Real processes are started, of an
-environment that does nothing and says a sentence after each turn. What grows with conversations and what grows with
-turns is told apart by holding fewer of each.
+environment that does nothing and says a sentence after each turn. What grows with conversations and what with turns
+is separated by holding fewer of each.
 """
 
 from __future__ import annotations

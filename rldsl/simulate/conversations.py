@@ -143,7 +143,7 @@ class _Followed:
             self.ask_environment(self.expected.popleft())
 
     def work(self, seconds: float) -> None:
-        """The rank computes, and nothing else of this shard goes on."""
+        """The rank computes, and does nothing else of this shard meanwhile."""
         self.now, self.computed = self.now + seconds, self.computed + seconds
 
     def work_of_process(self, seconds: float, since: float) -> float:
