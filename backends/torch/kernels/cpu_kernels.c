@@ -250,19 +250,25 @@ void sample(const float *logits, const double *draws, int64_t rows, int64_t colu
 
 /* ------------------------------------------------------------------------------------------------ decode attention */
 
+#define SHORT (1 << 12) /* numbers of the keys of a head and sequence */
+
+/* into the second cache: the first can wait for fewer lines at a time */
+static inline void fetch(const float *x) { __builtin_prefetch(x, 0, 2); }
+
 /* sums that do not wait for one another: as many as fit into registers */
 #define CHAINS(SIZE) ((SIZE) / LANES >= 8 ? 1 : (SIZE) / LANES >= 4 ? 2 : 4)
 
 /* Scores of `queries` heads [queries, size], which share keys [tokens, size], in scores [queries, stride]. SIZE: of a
-   head, known to the compiler */
+   head, known to the compiler. next: what is read after this, as long; NULL: it need not be fetched */
 #define SCORES(SIZE)                                                                                                  \
   static void scores_##SIZE(const float *q, int64_t q_stride, const float *keys, int64_t tokens, int64_t queries,     \
-                            float scale, float *scores, int64_t stride) {                                             \
+                            float scale, const float *next, float *scores, int64_t stride) {                          \
     for (int64_t g = 0; g < queries; g++) {                                                                           \
       vec own[SIZE / LANES];                                                                                          \
       for (int j = 0; j < SIZE / LANES; j++) own[j] = load(q + g * q_stride + j * LANES) * scale;                     \
       for (int64_t t = 0; t < tokens; t += LANES) {                                                                   \
         vec products[LANES];                                                                                          \
+        for (int i = 0; next && g == 0 && i < LANES * SIZE; i += LINE) fetch(next + t * SIZE + i);                    \
         for (int i = 0; i < LANES; i++) {                                                                             \
           const float *key = keys + (t + i < tokens ? t + i : tokens - 1) * SIZE;                                     \
           products[i] = own[0] * load(key);                                                                           \
@@ -274,14 +280,17 @@ void sample(const float *logits, const double *draws, int64_t rows, int64_t colu
       }                                                                                                               \
     }                                                                                                                 \
   }                                                                                                                   \
-  static void values_##SIZE(const float *weights, const float *values, int64_t tokens, float factor, float *out) {    \
+  static void values_##SIZE(const float *weights, const float *values, int64_t tokens, float factor,                  \
+                            const float *next, float *out) {                                                          \
     vec sums[CHAINS(SIZE)][SIZE / LANES];                                                                             \
     for (int i = 0; i < CHAINS(SIZE); i++)                                                                            \
       for (int j = 0; j < SIZE / LANES; j++) sums[i][j] = all(0);                                                     \
     int64_t t = 0;                                                                                                    \
-    for (; t + CHAINS(SIZE) <= tokens; t += CHAINS(SIZE))                                                             \
+    for (; t + CHAINS(SIZE) <= tokens; t += CHAINS(SIZE)) {                                                           \
+      for (int i = 0; next && i < CHAINS(SIZE) * SIZE; i += LINE) fetch(next + t * SIZE + i);                         \
       for (int i = 0; i < CHAINS(SIZE); i++)                                                                          \
         for (int j = 0; j < SIZE / LANES; j++) sums[i][j] += load(values + (t + i) * SIZE + j * LANES) * weights[t + i];\
+    }                                                                                                                 \
     for (; t < tokens; t++)                                                                                           \
       for (int j = 0; j < SIZE / LANES; j++) sums[0][j] += load(values + t * SIZE + j * LANES) * weights[t];          \
     for (int i = 1; i < CHAINS(SIZE); i++)                                                                            \
@@ -297,8 +306,9 @@ SCORES(80)
 SCORES(96)
 SCORES(128)
 
-typedef void (*scores_function)(const float *, int64_t, const float *, int64_t, int64_t, float, float *, int64_t);
-typedef void (*values_function)(const float *, const float *, int64_t, float, float *);
+typedef void (*scores_function)(const float *, int64_t, const float *, int64_t, int64_t, float, const float *, float *,
+                                int64_t);
+typedef void (*values_function)(const float *, const float *, int64_t, float, const float *, float *);
 
 #define CASE(SIZE) \
   case SIZE:       \
@@ -328,10 +338,13 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
         int64_t last = positions[s] < width ? positions[s] : width - 1;
         int64_t first = last + 1 > window ? last + 1 - window : 0, tokens = last + 1 - first;
         float *own_keys = keys + s * slot + h * width * size, *own_values = values + s * slot + h * width * size;
+        /* of keys and values that are long enough, the processor fetches most itself */
+        int is_short = tokens * size < SHORT && s + 1 < sequences;
+        const float *next = (h + 1 < kv_heads ? own_keys + width * size : keys + (s + 1) * slot) + first * size;
         memcpy(own_keys + last * size, k + h * k_head + s * k_seq, size * sizeof(float));
         memcpy(own_values + last * size, v + h * v_head + s * v_seq, size * sizeof(float));
-        get_scores(q + h * queries * q_head + s * q_seq, q_head, own_keys + first * size, tokens, queries, scale, scores,
-                   stride);
+        get_scores(q + h * queries * q_head + s * q_seq, q_head, own_keys + first * size, tokens, queries, scale,
+                   is_short ? own_values + first * size : NULL, scores, stride);
         for (int64_t g = 0; g < queries; g++) {
           float *weights = scores + g * stride, peak = row_max(weights, tokens);
           vec total = all(0);
@@ -346,7 +359,7 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
             total += w;
             store(weights + t, w);
           }
-          get_values(weights, own_values + first * size, tokens, 1 / sum(total),
+          get_values(weights, own_values + first * size, tokens, 1 / sum(total), is_short && !g ? next : NULL,
                      out + (s * heads + h * queries + g) * size);
         }
       }

@@ -17,10 +17,9 @@
 #define MOST_COLUMNS 8
 #define GROUP 48 /* columns whose tiles are transposed back together: a multiple of those of a tile */
 #define HALF (LANES / 2)
-#define LINE 16  /* numbers of a line of the cache */
 #define BLOCK_ROWS (ROW_VECTORS * LANES)
 
-/* sums [columns, vectors] of rows [size, vectors] and weight [columns, size], with bias or 0 first, in vectors of a type.
+/* sums [columns, vectors] of rows [size, vectors] and weight [columns, size], with bias or 0 first, in vectors of TYPE.
    What is fetched is of the next tile's columns, which are next in memory: the order in which numbers are read is not
    that of memory, so the processor does not fetch them before */
 #define ROW_TILE(NAME, TYPE)                                                                                          \
@@ -28,7 +27,7 @@
                                                          int64_t size, float *sums, const int vectors,                \
                                                          const int columns) {                                         \
     const int lanes = sizeof(TYPE) / sizeof(float);                                                                   \
-    TYPE total[MOST_COLUMNS][ROW_VECTORS], own[ROW_VECTORS];                                                                  \
+    TYPE total[MOST_COLUMNS][ROW_VECTORS], own[ROW_VECTORS];                                                          \
     _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                        \
       _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) total[c][v] = (bias ? bias[c] : 0) - (TYPE){0};       \
     for (int64_t first = 0; first < size; first += LINE) {                                                            \
@@ -81,7 +80,9 @@ static void transpose(const float *from, int64_t from_row, int64_t rows, int64_t
   vec a[LANES], b[LANES];
 #pragma GCC unroll 16
   for (int r = 0; r < LANES; r++)
-    a[r] = r >= rows ? all(0) : columns == LANES ? load(from + r * from_row) : load_some(from + r * from_row, columns, 0);
+    a[r] = r >= rows          ? all(0)
+           : columns == LANES ? load(from + r * from_row)
+                              : load_some(from + r * from_row, columns, 0);
 #pragma GCC unroll 4
   for (int round = LANES; round > 1; round /= 2) {
 #pragma GCC unroll 8
@@ -145,8 +146,8 @@ static void group_product(const float *block, int64_t rows, const float *weight,
 
 /* out [rows, columns] = x [rows, size], rows `x_row` apart, @ weight [columns, size].T + bias [columns], or NULL.
    Returns 1 without memory, else 0 */
-int few_row_product(const float *x, int64_t x_row, const float *weight, const float *bias, int64_t rows, int64_t columns,
-                    int64_t size, float *out) {
+int few_row_product(const float *x, int64_t x_row, const float *weight, const float *bias, int64_t rows,
+                    int64_t columns, int64_t size, float *out) {
   float *blocks = aligned_alloc(64, ((rows + LANES - 1) / LANES * LANES * size * sizeof(float) + 63) / 64 * 64);
   if (!blocks) return 1;
   transposed_blocks(x, x_row, rows, size, blocks);
@@ -173,7 +174,8 @@ static void widen(float *sums, int64_t columns) {
 
 /* sums [columns, wide] of a group: of each row the largest in peaks [wide], and in weights [wide] the sum of
    exp((x - peak) * factor) */
-static void group_weights(const float *sums, int64_t columns, int64_t wide, float factor, float *peaks, float *weights) {
+static void group_weights(const float *sums, int64_t columns, int64_t wide, float factor, float *peaks,
+                          float *weights) {
   for (int64_t row = 0; row < wide; row += LANES) {
     vec peak = all(-INFINITY), total = all(0);
     for (int64_t c = 0; c < columns; c++) {
@@ -229,7 +231,8 @@ static void sample_row(const Block *block, int64_t row, const float *x, const fl
   double total = 0, before = 0;
   for (int64_t i = 0; i < groups; i++) total += block->weights[i * wide + row];
   double target = draw * total < total * below ? draw * total : total * below;
-  while (g < groups - 1 && !(before + block->weights[g * wide + row] > target)) before += block->weights[g++ * wide + row];
+  while (g < groups - 1 && !(before + block->weights[g * wide + row] > target))
+    before += block->weights[g++ * wide + row];
   int64_t first = g * GROUP, count = least(GROUP, columns - first);
   float logits[GROUP], weights[GROUP], peak = block->most[row];
   for (int64_t c = 0; c < GROUP; c++)
@@ -257,10 +260,11 @@ int few_row_sample(const float *x, int64_t x_row, const float *head, const doubl
   for (int64_t g = 0; g < groups; g++)
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
       float own[GROUP * BLOCK_ROWS] __attribute__((aligned(64)));
-      int64_t wide = least(BLOCK_ROWS, all_rows - first), c = g * GROUP, count = least(GROUP, columns - c);
+      int64_t wide = least(BLOCK_ROWS, all_rows - first), own_width = width(least(BLOCK_ROWS, rows - first));
+      int64_t c = g * GROUP, count = least(GROUP, columns - c);
       float *sums = logits ? logits + first * columns + c * wide : own;
-      block_tiles(blocks + first * size, width(least(BLOCK_ROWS, rows - first)), head + c * size, NULL, size, count, sums);
-      if (width(least(BLOCK_ROWS, rows - first)) < wide) widen(sums, count);
+      block_tiles(blocks + first * size, own_width, head + c * size, NULL, size, count, sums);
+      if (own_width < wide) widen(sums, count);
       group_weights(sums, count, wide, factor, peaks + first * groups + g * wide, weights + first * groups + g * wide);
     }
   for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {

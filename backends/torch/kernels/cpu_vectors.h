@@ -16,6 +16,8 @@
 #define LANES 4
 #endif
 
+#define LINE 16 /* numbers of a line of the cache */
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 
