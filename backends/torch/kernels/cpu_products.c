@@ -9,10 +9,10 @@
 
 #if LANES == 16
 #define ROW_VECTORS 4 /* of rows in a tile, at most */
-#define TILE_COLUMNS(ROW_VECTORS) 6 /* of a tile. More, and their lines and those of the next tile evict one another */
+#define TILE_COLUMNS(N) 6 /* of a tile. More, and their lines and those of the next tile evict one another */
 #else
 #define ROW_VECTORS 3
-#define TILE_COLUMNS(ROW_VECTORS) ((ROW_VECTORS) == 1 ? 8 : (ROW_VECTORS) == 2 ? 6 : 4)
+#define TILE_COLUMNS(N) ((N) == 1 ? 8 : (N) == 2 ? 6 : 4)
 #endif
 #define MOST_COLUMNS 8
 #define GROUP 48 /* columns whose tiles are transposed back together: a multiple of those of a tile */
@@ -28,19 +28,19 @@
                                                          const int columns) {                                         \
     const int lanes = sizeof(TYPE) / sizeof(float);                                                                   \
     TYPE total[MOST_COLUMNS][ROW_VECTORS], own[ROW_VECTORS];                                                          \
-    _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                        \
+    _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                         \
       _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) total[c][v] = (bias ? bias[c] : 0) - (TYPE){0};       \
     for (int64_t first = 0; first < size; first += LINE) {                                                            \
-      _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                      \
+      _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                       \
         __builtin_prefetch(weight + (columns + c) * size + first);                                                    \
       for (int64_t i = first; i < size && i < first + LINE; i++) {                                                    \
         _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)                                                     \
           memcpy(&own[v], rows + (i * vectors + v) * lanes, sizeof(TYPE));                                            \
-        _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                    \
+        _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                     \
           _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) total[c][v] += own[v] * weight[c * size + i];     \
       }                                                                                                               \
     }                                                                                                                 \
-    _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                        \
+    _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                         \
       _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)                                                       \
         memcpy(sums + (c * vectors + v) * lanes, &total[c][v], sizeof(TYPE));                                         \
   }                                                                                                                   \
