@@ -235,8 +235,6 @@ class BranchAndBound:
         placed, tied = self.blocks_by_call(node.blocks), self.evaluator.tied_calls(c)
         moving = Moving() if self.counts_reshards else None
         for b in self.evaluator.problem.blocks(self.calls[c], node.blocks):
-            if self.bound.call_seconds(c, b.size) >= limit:
-                continue
             # most blocks are too slow, so that the memory of few is worked out
             blocks, by_call = (*node.blocks, b), placed | dict.fromkeys(tied, b)
             bound = self.bound.step_seconds(by_call, moving=moving, limit=limit)

@@ -155,9 +155,9 @@ class Copy:
 
     def _enter(self) -> None:
         """In a forked process, instead of a new interpreter's start."""
-        for name in ("cpu_kernels", "ordered_kernels"):
-            if (kernels := sys.modules.get(f"rldsl.backends.torch.kernels.{name}")) is not None:
-                kernels._OPERATORS._destroy()  # the copy registers its own under the same names
+        for name, module in sys.modules.items():
+            if name.startswith("rldsl.backends.torch.kernels.") and hasattr(module, "_OPERATORS"):
+                module._OPERATORS._destroy()  # the copy registers its own under the same names
         for name in [x for x in sys.modules if x.partition(".")[0] in OWN]:
             del sys.modules[name]
         os.chdir(self.root)
