@@ -119,8 +119,8 @@ def _between(shard: Shard, less: Spoken, more: Spoken, sampling: Sampling, model
 
 def converse(shard: Shard, spoken: Spoken, sampling: Sampling, vocab: int, device: torch.device) -> None:
     """Hold conversations with environments that answer at once."""
-    draw = torch.Generator().manual_seed(spoken.answer)
-    tokens = torch.randint(min(4, vocab - 1), vocab, (spoken.answer,), generator=draw)
+    draw = torch.Generator(device="cpu").manual_seed(spoken.answer)
+    tokens = torch.randint(min(4, vocab - 1), vocab, (spoken.answer,), generator=draw, device="cpu")
     talk = AnswersAtOnce(tuple(tokens.tolist()), spoken.turns)
     limits = Conversation(("profile",), spoken.turns, spoken.turns * (spoken.answer + spoken.own) + 1, 60.0)
     asked = replace(sampling, n=1, max_new_tokens=spoken.own, min_new_tokens=spoken.own, stop=())

@@ -89,7 +89,7 @@ def measure_environments(directory: str) -> dict[str, float]:
 
 
 def hold(directory: str, count: int, turns: int) -> Held:
-    """Hold conversations of so many turns, and wait until their processes have ended. Errors: Failure."""
+    """Hold `count` conversations of `turns` turns, and wait until their processes have ended. Errors: Failure."""
     tokens, before = text_tokens(directory), _children()
     tokenizer, ends = tokens.tokenizer, tokens.ends
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rldsl.plan.events import Generate
+from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.projection import event_paths
 
 
 def conversing_models(plan: Plan) -> tuple[Model, ...]:
     """The models that talk with an environment, in the order of the plan."""
-    names = {e.model for e, _ in event_paths(plan) if isinstance(e, Generate) and e.conversation is not None}
+    names = {e.model for e, _ in event_paths(plan) if isinstance(e, ModelCall) and e.is_conversing}
     return tuple(m for m in plan.models if m.name in names)
 
 

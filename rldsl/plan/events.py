@@ -178,6 +178,11 @@ class ModelCall(Event):
     layout: LayoutId  # under which it runs
     spread: SpreadId  # which rows each dp rank works on
 
+    @property
+    def is_conversing(self) -> bool:
+        """Whether it holds conversations with environments."""
+        return False
+
     def copies(self) -> tuple[Copy, ...]:
         return ((self.model, self.layout),)
 
@@ -194,6 +199,10 @@ class Generate(GenerateSpec, ModelCall):
     # the frame whose KV cache, which its Generate wrote under this spread, has the prompts; "": they are prefilled
     cache_of: FrameId = ""
     waiting: Waiting = "keep"  # of conversations: what a slot does whose environment works
+
+    @property
+    def is_conversing(self) -> bool:
+        return self.conversation is not None
 
     @property
     def display_name(self) -> str:
