@@ -88,10 +88,10 @@ class KernelRun:
     """Calls that one call of C makes. Tensors may have other memory each time."""
 
     calls: Sequence[KernelCall]
-    tensors: list[torch.Tensor] = field(init=False)        # arguments of all calls
-    slots: list[tuple[int, int]] = field(init=False)       # (slot, tensor) of all pointers
-    pointers: list[int] = field(init=False)                # of the tensors, as they are in the table
-    table: Any = field(init=False)                         # [calls * SLOTS] int64
+    tensors: list[torch.Tensor] = field(init=False)  # arguments of all calls
+    slots: list[tuple[int, int]] = field(init=False)  # (slot, tensor) of all pointers
+    pointers: list[int] = field(init=False)  # of the tensors, as they are in the table
+    table: Any = field(init=False)  # [calls * SLOTS] int64
 
     def __post_init__(self) -> None:
         self.table = (INT * (len(self.calls) * SLOTS))()
@@ -99,14 +99,14 @@ class KernelRun:
         self.tensors, self.slots, self.pointers = [], [], []
         for i, call in enumerate(self.calls):
             self.table[i * SLOTS] = IN_RUNS.index(call.kernel)
-            for j, x in enumerate(call.arguments, i * SLOTS + 1):
+            for j, (x, kind) in enumerate(zip(call.arguments, ARGUMENTS[call.kernel], strict=True), i * SLOTS + 1):
                 if isinstance(x, torch.Tensor):
                     if id(x) not in number:
                         number[id(x)] = len(self.tensors)
                         self.tensors.append(x)
                     self.slots.append((j, number[id(x)]))
                 else:
-                    self.table[j] = _bits(x) if isinstance(x, float) else x or 0
+                    self.table[j] = _bits(x or 0) if kind is FLOAT else int(x or 0)
 
     def __call__(self) -> None:
         """Errors: as those of the calls."""
