@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.match import gap
 from benchmarks.match import prompts as ragged_prompts
 from rldsl.backends.torch.generate.op_trace import trace
-from rldsl.backends.torch.kernels import few_row_products, products
+from rldsl.backends.torch.kernels import few_row_products, outer_products, products
 from rldsl.backends.torch.model import invariant_products
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
@@ -30,7 +31,9 @@ ROWS, INPUTS, OUTPUTS = 128, 96, 160  # large enough
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """As on a machine where oneDNN is faster. Shapes of what it has multiplied."""
+    """As on a machine where oneDNN is faster, and without kernels of ours. Shapes of what it has multiplied."""
+    for kernel in (few_row_products, outer_products):
+        monkeypatch.setattr(kernel, "takes", lambda *_: False)
     found: list[tuple[int, ...]] = []
     plain = products._onednn
 
@@ -120,6 +123,35 @@ def test_what_stays_with_torch(calls: list[tuple[int, ...]]) -> None:
     assert not calls
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_gradients_of_several_passes_add_up(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tensor that the weight has, or in a new one; hooks see the gradient; where the weight is computed from
+    another, its gradient goes there."""
+    if not own:
+        monkeypatch.setattr(outer_products, "takes", lambda *_: False)
+    xs, grads = [numbers(ROWS, INPUTS) for _ in range(3)], [numbers(ROWS, OUTPUTS) for _ in range(3)]
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-3)
+    expected = sum((g.T @ x for x, g in zip(xs, grads, strict=True)), start=torch.zeros(OUTPUTS, INPUTS))
+    fresh, given, hooked, watched = (torch.nn.Parameter(numbers(OUTPUTS, INPUTS)) for _ in range(4))
+    buffer, seen = torch.zeros(OUTPUTS, INPUTS), list[torch.Tensor]()
+    given.grad = buffer
+    hooked.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad.clone()) if w.grad is not None else None)
+    watched.grad = torch.zeros(OUTPUTS, INPUTS)
+    watched.register_hook(lambda grad: seen.append(grad.clone()))
+    for weight in (fresh, given, hooked, watched):
+        for x, grad in zip(xs, grads, strict=True):
+            products.linear(x, weight, None).backward(grad)
+        assert weight.grad is not None
+        close(weight.grad, expected)
+    assert given.grad is buffer and len(seen) == 6
+    close(seen[0], grads[0].T @ xs[0])
+    close(seen[5], grads[2].T @ xs[2])
+    half = torch.nn.Parameter(numbers(OUTPUTS, INPUTS))
+    half.grad = torch.zeros(OUTPUTS, INPUTS)
+    products.linear(xs[0], half * 0.5, None).backward(grads[0])
+    close(half.grad, 0.5 * (grads[0].T @ xs[0]))
+
+
 @pytest.mark.parametrize(("vendor", "capability", "mkl", "faster"), [
     ("AuthenticAMD", "AVX512", True, True), ("GenuineIntel", "AVX512", True, False),
     ("AuthenticAMD", "AVX2", True, False), ("AuthenticAMD", "AVX512", False, False), ("", "AVX512", True, False)])
@@ -151,8 +183,6 @@ def test_a_model_generates_and_trains_with_them(calls: list[tuple[int, ...]], pa
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """With few rows, too, log-probs of training are those of generation; gradients are those without oneDNN; a second call, from captured
     steps, gives the same bit for bit."""
-    monkeypatch.setattr(few_row_products, "takes", lambda *_: False)
-    monkeypatch.setattr(few_row_products, "takes", lambda *_: False)
     shard: Any = make_shard(plan_model(path, optimizer=Optimizer(lr=1e-3)), 0)
     given, sampling = ragged_prompts(46, 64, 12, torch.device("cpu")), Sampling(max_new_tokens=12)
     assert gap(shard, given, sampling).most <= 1e-5

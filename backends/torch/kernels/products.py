@@ -19,14 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rldsl.backends.torch.kernels import few_row_products
+from rldsl.backends.torch.kernels import few_row_products, outer_products
 from rldsl.backends.torch.kernels.autograd import Function
 
-FIRST_WIDE_FAMILY = 26         # of AMD's processors: Zen 5
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
 TILE = 256, 1024               # rows and columns of a product with many columns that MKL computes at once
 MIN_COLUMNS, MIN_TILED = 1 << 13, 1 << 21  # from here on (columns, elements) it is faster tile by tile
-MIN_LONG_ROWS = 1024           # from here on transposed copies leave the cache before they are read
 MAX_ADDED_TERMS = 128          # of a sum that is added to a total by MKL
 ADDED = 1 << 22                # elements of a product that oneDNN computes before they are added to a total
 MIN_ELEMENTS = 1 << 12         # that a product has then: oneDNN is slow at few rows and columns with long sums
@@ -39,14 +37,6 @@ def onednn_is_faster() -> bool:
         return False
     vendor = _processor_line("vendor_id")
     return bool(vendor) and "Intel" not in vendor and has_onednn()
-
-
-@cache
-def has_wide_units() -> bool:
-    """Whether the processor multiplies 512 bits at once, and not 256 in two steps as AMD's before Zen 5, which AVX2
-    serves as well."""
-    family = _processor_line("cpu family")
-    return family.isdecimal() and int(family) >= FIRST_WIDE_FAMILY
 
 
 def _processor_line(name: str) -> str:
@@ -102,12 +92,6 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.T.contiguous().T if x.stride(0) == 1 and x.stride(1) != 1 else x.contiguous()
 
 
-def weight_gradient(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """grad [n, m].T @ x [n, k] -> [m, k]. oneDNN copies both, transposed, before it multiplies. Where they are long and
-    MKL is nearly as fast, that takes longer than it gains."""
-    return grad.T @ x if len(x) >= MIN_LONG_ROWS and not has_wide_units() else product(grad.T, x.T)
-
-
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """total [n, m] + a [n, k] @ b [m, k].T, in place; without a total the product.
 
@@ -135,7 +119,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     out: torch.Tensor
     if not torch.is_grad_enabled() and few_row_products.takes(rows, weight, bias):
         out = few_row_products.few_row_product(rows, weight, bias)
-    elif _takes(rows, weight):
+    elif _takes(rows, weight) or _has_own_gradient(rows, weight):
         out = _Linear.apply(rows, weight, bias)
     else:
         return F.linear(x, weight, bias)
@@ -162,14 +146,34 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        return _onednn(x, weight, bias) if _takes(x, weight) else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = product(grad, weight.T) if ctx.needs_input_grad[0] else None
-        grad_weight = weight_gradient(x, grad) if ctx.needs_input_grad[1] else None
+        grad_weight = _weight_gradient(weight, x, grad) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _has_own_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `outer_products` computes that of the weight [m, k] from x [n, k]."""
+    return (torch.is_grad_enabled() and weight.requires_grad and type(weight) is nn.Parameter
+            and len(weight) <= outer_products.MAX_ROWS and outer_products.takes(x, x))
+
+
+def _weight_gradient(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """grad [n, m].T @ x [n, k]. Where the weight has a gradient and no hook waits for the next one, it is added there,
+    which saves a tensor as large as the weight and a pass over both; None then."""
+    grad = grad.contiguous()
+    if not outer_products.takes(grad, x):
+        return product(grad.T, x.T)
+    watched = weight._backward_hooks or weight._post_accumulate_grad_hooks or torch.is_grad_enabled()
+    held = weight.grad if weight.is_leaf and not watched else None
+    if held is None or held.dtype != torch.float32 or not held.is_contiguous():
+        return outer_products.add(x.new_zeros(grad.shape[1], x.shape[1]), grad, x)
+    outer_products.add(held, grad, x)
+    return None
 
 
 def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
