@@ -34,7 +34,7 @@ from rldsl.progress import stage
 from rldsl.python.start import interpreter
 from rldsl.search.space import can_tp
 
-FORMAT = 4  # of what is kept; it grows with every change of what is measured
+FORMAT = 5  # of what is kept; it grows with every change of what is measured
 RANKS = 8  # at most, on a processor: to see how much its cores slow each other down
 
 

@@ -29,6 +29,7 @@ from rldsl.sharding.dtypes import SIZES
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
+OTHER_NUMBERS = 2**24  # float32, 64 MiB: more than the caches of a processor hold
 PLENTY = 2.0  # seconds of them after which even fewer will do
 ROUNDING = 1e-9  # a feature that explains a smaller part of the seconds costs nothing: 0, but for rounding
 FILLED_CACHE = 2**24  # bytes of parameters, of which the own cache of a processor's core holds a small part
@@ -73,6 +74,8 @@ def seconds_once(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds. Of a single thread on a processor those that it computes: then other programs on the machine do not
     count."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    if device.type == "cpu":  # in a step other calls come between, whose numbers are in the caches then
+        torch.ones(OTHER_NUMBERS).sum()
     synchronize(device)
     begin = clock()
     work()

@@ -181,7 +181,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_model_generates_and_trains_with_them(calls: list[tuple[int, ...]], path: str,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few rows, too, log-probs of training are those of generation; gradients are those without oneDNN; a second call, from captured
+    """Log-probs of training are those of generation; gradients are those without oneDNN; a second call, from captured
     steps, gives the same bit for bit."""
     shard: Any = make_shard(plan_model(path, optimizer=Optimizer(lr=1e-3)), 0)
     given, sampling = ragged_prompts(46, 64, 12, torch.device("cpu")), Sampling(max_new_tokens=12)
