@@ -75,7 +75,7 @@ def seconds_once(work: Callable[[], Any], device: torch.device) -> float:
     count."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     if device.type == "cpu":  # in a step other calls come between, whose numbers are in the caches then
-        torch.ones(OTHER_NUMBERS).sum()
+        torch.ones(OTHER_NUMBERS, device=device).sum()
     synchronize(device)
     begin = clock()
     work()
