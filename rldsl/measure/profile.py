@@ -3,7 +3,7 @@
     python -m rldsl.runtime.launch --standalone --nproc-per-node 2 -m rldsl.measure.profile wanted.json found.json
 
 In: which models, under which tensor parallelism. Out: numbers by the names of a cluster's file. A model is built from
-its config with random weights and one or two layers, as one rank's shard; collectives inside it return at once, since
+its config with random weights and a few layers, as one rank's shard; collectives inside it return at once, since
 the simulator adds what they take. Nothing of this is a run: there is no plan and nothing is read but configs.
 """
 

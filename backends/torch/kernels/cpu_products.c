@@ -1,4 +1,5 @@
-/* x [rows, size] @ weight [columns, size].T in float32 for few rows, as in decoding, for `cpu_kernels.py`.
+/* Products in float32: x [rows, size] @ weight [columns, size].T for few rows, as in decoding (`few_row_products.py`),
+   gradients of weights (`outer_products.py`), and samples from a head (`cpu_sampling.py`).
 
    A library copies a weight to an order of its own before it multiplies, which costs as much as the product where rows
    are few. Here the weight is read as it is stored, once, an element at a time, and the rows are copied instead:

@@ -1,12 +1,13 @@
-"""Products of float32 matrices on CPUs, by the faster of the two libraries that torch has, or by `few_row_products`.
+"""Products of float32 matrices on CPUs, by the faster of the two libraries that torch has, or by kernels of ours.
 
 In: matrices. Out: their product, or a linear layer with its gradients.
 
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone; oneDNN, which torch has for
 other dtypes, uses it everywhere, and is up to twice as fast there. Which one multiplies depends on the machine and
 on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
-products stay with MKL, since a call of oneDNN takes longer to begin. Invariant models choose by the machine alone
-(`ordered_product`), since a row must have the same numbers in every batch.
+products stay with MKL, since a call of oneDNN takes longer to begin. Few rows without a gradient are multiplied by
+`few_row_products`, and gradients of weights by `outer_products`, where these take them. Invariant models choose by the
+machine alone (`ordered_product`), since a row must have the same numbers in every batch.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ class _Linear(Function):
 
 
 def _has_own_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `outer_products` computes that of the weight [m, k] from x [n, k]."""
+    """Whether `outer_products` computes that of the weight [m, k] from x [n, k]. The gradient of the result, which does
+    not exist yet, is taken to be as x is."""
     return (torch.is_grad_enabled() and weight.requires_grad and type(weight) is nn.Parameter
             and len(weight) <= outer_products.MAX_ROWS and outer_products.takes(x, x))
 
