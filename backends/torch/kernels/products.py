@@ -147,13 +147,14 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.parameter = weight if type(weight) is nn.Parameter else None  # recomputation saves a tensor beside it
         return _onednn(x, weight, bias) if _takes(x, weight) else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = product(grad, weight.T) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(weight, x, grad) if ctx.needs_input_grad[1] else None
+        grad_weight = _weight_gradient(ctx.parameter, x, grad) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -164,18 +165,23 @@ def _has_own_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
             and len(weight) <= outer_products.MAX_ROWS and outer_products.takes(x, x))
 
 
-def _weight_gradient(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-    """grad [n, m].T @ x [n, k]. Where the weight has a gradient and no hook waits for the next one, it is added there,
-    which saves a tensor as large as the weight and a pass over both; None then."""
+def _weight_gradient(parameter: nn.Parameter | None, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """grad [n, m].T @ x [n, k]. Where the parameter has a gradient and no hook waits for the next one, it is added
+    there, which saves a tensor as large as the parameter and a pass over both; None then."""
     grad = grad.contiguous()
     if not outer_products.takes(grad, x):
         return product(grad.T, x.T)
-    watched = weight._backward_hooks or weight._post_accumulate_grad_hooks or torch.is_grad_enabled()
-    held = weight.grad if weight.is_leaf and not watched else None
+    held = parameter.grad if parameter is not None and _adds_in_place(parameter) else None
     if held is None or held.dtype != torch.float32 or not held.is_contiguous():
         return outer_products.add(x.new_zeros(grad.shape[1], x.shape[1]), grad, x)
     outer_products.add(held, grad, x)
     return None
+
+
+def _adds_in_place(parameter: nn.Parameter) -> bool:
+    """Whether nothing but `.grad` is to see the next gradient of a parameter."""
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return parameter.is_leaf and not hooks and not torch.is_grad_enabled()
 
 
 def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
