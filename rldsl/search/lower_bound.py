@@ -8,8 +8,9 @@ In: a problem, its candidates, blocks of some calls. Out: seconds. A step takes 
 - for each block, the time of all calls that cover it, plus the work of the calls inside it divided by its ranks.
 
 A training on all ranks leaves no time for any other call, and a `generate` on all ranks leaves none for the calls that
-depend on it: such calls lengthen every chain. A call without a block counts with its shortest time, and its least work,
-on any block.
+depend on it: such calls lengthen every chain. In a chain a call may also follow another one on some of its ranks that
+the list scheduler puts before it wherever it is. A call without a block counts with its shortest time, and its least
+work, on any block.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rldsl.search.space import Block
 MAX_CHAINS = 64  # from one job to a training
 MAX_KEPT = 1 << 16  # cached chains; the cache is emptied when it is full
 Chain = tuple[frozenset[int], int]  # calls, and the steps that it may take
+OrderedCalls = tuple[tuple[int, int], ...]  # (a call, another one that comes after it)
 
 
 class VersionCycle(NamedTuple):
@@ -58,6 +60,7 @@ class LowerBound:
         self._copies: dict[tuple[int, int], int] = {}
         self._bytes: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
         self._chains: dict[tuple[object, ...], float] = {}  # a cache of `_longest_chain`
+        self._ordered_chains: dict[tuple[object, ...], float] = {}  # a cache of `_longest_ordered_chain`
         self._trains = [problem.train_index.get(j.model) if j.kind != "train" else None for j in problem.calls]
         self._paths = [problem.models[j.model].path for j in problem.calls]
 
@@ -127,6 +130,19 @@ class LowerBound:
         return tuple(frozenset(index[j.number] for j in jobs if j.is_call and c.number in ancestors[j.number])
                      for c in self.calls)
 
+    @cached_property
+    def ordered_calls(self) -> OrderedCalls:
+        """(a, b): call b does not depend on a, and comes after it wherever all ranks of a are ranks of b. What a waits
+        for, b waits for, too, so that `list_schedule` can start a no later than b, and at equal times it takes what
+        comes first in the program. None where calls may run ahead, which come before others of their step."""
+        problem, after = self.problem, list[frozenset[int]]()  # by job number: all that come before it
+        for before in problem.predecessors:
+            after.append(frozenset(before).union(*[after[b] for b in before]))
+        if problem.graph.lag or problem.may_run_ahead:
+            return ()
+        return tuple((i, k) for i, a in enumerate(self.calls) for k, b in enumerate(self.calls[i + 1 :], i + 1)
+                     if k not in self.dependents[i] and after[b.number].issuperset(problem.predecessors[a.number]))
+
     def step_seconds(self, blocks: Mapping[int, Block], known: Mapping[int, float] | None = None,
                      moving: Moving | None = None, limit: float = inf) -> float:
         """blocks: of some calls. known: the seconds of calls whose strategy is chosen, or which cannot be faster.
@@ -137,6 +153,12 @@ class LowerBound:
         bound = max(sum(work) / root.size, self._longest_chain(seconds, on_all_ranks, keep=known is None))
         if bound >= limit:
             return bound
+        ordered = tuple([(a, b) for a, b in self.ordered_calls if a in blocks and b in blocks and
+                         blocks[b][0] <= blocks[a][0] and blocks[a][1] <= blocks[b][1]])
+        if ordered:
+            bound = max(bound, self._longest_ordered_chain(seconds, ordered))
+            if bound >= limit:
+                return bound
         if moving is not None:
             bound = max(bound, self._longest_moving_chain(blocks, seconds, moving))
         return max(bound, _busy_seconds(blocks, seconds, work))
@@ -180,6 +202,27 @@ class LowerBound:
             chain = sum([seconds[c] for c in alone]) + sum([seconds[c] for c in cycle - alone]) / steps
             longest = max(longest, chain)
         return longest
+
+    def _longest_ordered_chain(self, seconds: Sequence[float], ordered: OrderedCalls) -> float:
+        """Of the chains from a call that reads a version of a model to the training that ends it, in which a call also
+        follows what comes before it on its ranks. ordered: of `ordered_calls`, those of which this is so."""
+        key = ordered, *seconds
+        if key not in self._ordered_chains:
+            if len(self._ordered_chains) >= MAX_KEPT:
+                self._ordered_chains.clear()
+            self._ordered_chains[key] = max([self._chain_to(train, model, seconds, ordered)
+                                             for model, train in self.problem.train_index.items()], default=0.0)
+        return self._ordered_chains[key]
+
+    def _chain_to(self, train: int, model: str, seconds: Sequence[float], ordered: OrderedCalls) -> float:
+        """The longest such chain of the calls of a model to its training."""
+        longest: list[float] = []  # by call, to its end; -inf: no chain leads to it
+        for c in range(train + 1):
+            before = [longest[a] for a in range(c) if c in self.dependents[a] or (a, c) in ordered]
+            if self.calls[c].model == model:
+                before.append(0.0)
+            longest.append(max(before, default=-inf) + seconds[c])
+        return longest[train]
 
     def _longest_moving_chain(self, blocks: Mapping[int, Block], seconds: Sequence[float], moving: Moving) -> float:
         """Of the version cycles whose trained parameters move; meanwhile other calls may run on all ranks."""
