@@ -237,6 +237,21 @@ void add_outer_products(const float *a, const float *b, int64_t terms, int64_t r
   }
 }
 
+/* total [rows, columns] += x [columns, rows].T */
+void add_transposed(const float *x, int64_t rows, int64_t columns, float *total) {
+#pragma omp parallel for if (rows * columns > 1 << 14)
+  for (int64_t column = 0; column < columns; column += LANES)
+    for (int64_t row = 0; row < rows; row += LANES) {
+      float block[LANES * LANES];
+      int64_t high = least(LANES, rows - row), wide = least(LANES, columns - column);
+      transpose(x + column * rows + row, rows, wide, high, block, LANES, LANES);
+      for (int64_t r = 0; r < high; r++) {
+        float *at = total + (row + r) * columns + column;
+        store_some(at, load_some(at, wide, 0) + load(block + r * LANES), wide);
+      }
+    }
+}
+
 /* ------------------------------------------------------------------------------------------------------- sampling */
 
 #define MAX_KEPT (1 << 18) /* logits that are kept, at most; more would leave the cache before they are read */

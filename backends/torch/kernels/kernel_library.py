@@ -41,13 +41,14 @@ ARGUMENTS = {
     "few_row_product": (POINTER, INT, POINTER, POINTER, INT, INT, INT, POINTER),
     "few_row_sample": (POINTER, INT, POINTER, POINTER, INT, INT, INT, FLOAT, POINTER, POINTER),
     "add_outer_products": (POINTER, POINTER, INT, INT, INT, POINTER),
+    "add_transposed": (POINTER, INT, INT, POINTER),
     "add": (POINTER, POINTER, INT, POINTER),
     "run_calls": (POINTER, INT),
     "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 5),
 }
 CANNOT_FAIL = ("rms_norm", "rms_norm_backward", "rotary", "gated_product", "gated_product_backward", "add",
-               "add_outer_products", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")
+               "add_outer_products", "add_transposed", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")
 
 
 @cache

@@ -22,6 +22,7 @@ from torch import nn
 
 from rldsl.backends.torch.kernels import few_row_products, outer_products
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.held_gradients import held, parameter_of
 
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
 TILE = 256, 1024               # rows and columns of a product with many columns that MKL computes at once
@@ -147,7 +148,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter = weight if type(weight) is nn.Parameter else None  # recomputation saves a tensor beside it
+        ctx.parameter = parameter_of(weight)
         return _onednn(x, weight, bias) if _takes(x, weight) else F.linear(x, weight, bias)
 
     @staticmethod
@@ -166,22 +167,16 @@ def _has_own_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _weight_gradient(parameter: nn.Parameter | None, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-    """grad [n, m].T @ x [n, k]. Where the parameter has a gradient and no hook waits for the next one, it is added
-    there, which saves a tensor as large as the parameter and a pass over both; None then."""
+    """grad [n, m].T @ x [n, k]. None where it was added to what the parameter holds, which saves a tensor as
+    large as the parameter and a pass over both."""
     grad = grad.contiguous()
     if not outer_products.takes(grad, x):
         return product(grad.T, x.T)
-    held = parameter.grad if parameter is not None and _adds_in_place(parameter) else None
-    if held is None or held.dtype != torch.float32 or not held.is_contiguous():
+    total = held(parameter)
+    if total is None:
         return outer_products.add(x.new_zeros(grad.shape[1], x.shape[1]), grad, x)
-    outer_products.add(held, grad, x)
+    outer_products.add(total, grad, x)
     return None
-
-
-def _adds_in_place(parameter: nn.Parameter) -> bool:
-    """Whether nothing but `.grad` is to see the next gradient of a parameter."""
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return parameter.is_leaf and not hooks and not torch.is_grad_enabled()
 
 
 def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:

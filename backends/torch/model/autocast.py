@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.embeddings import CpuEmbedding
 from rldsl.models.float32_products import float32_products
 
 
@@ -73,7 +74,8 @@ def _with_property(kind: type, attribute: str) -> Any:
 def _with_rounded_lookup(kind: type) -> Any:
     """The class with `_RoundedEmbedding` between a family's own embedding and torch's, so that what the family does to
     the rows comes after the rounding."""
-    return _RoundedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, _RoundedEmbedding), {})
+    plain = kind in (nn.Embedding, CpuEmbedding)
+    return _RoundedEmbedding if plain else type(kind.__name__, (kind, _RoundedEmbedding), {})
 
 
 def keep_float32_products(model: nn.Module, device: torch.device, float32: Collection[str] = ()) -> frozenset[str]:

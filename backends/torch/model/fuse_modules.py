@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from rldsl.backends.torch.kernels.embeddings import use_cpu_embedding
 from rldsl.backends.torch.kernels.products import use_cpu_linear
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model.fused_layers import fuse_layers, fuse_ordered_layers
@@ -34,6 +35,7 @@ def fuse_modules(skeleton: nn.Module, model: Model, device: torch.device) -> Non
         fuse_layers(skeleton, device, norms)
         if on_cpu:
             use_cpu_linear(skeleton)
+            use_cpu_embedding(skeleton)
     elif on_cpu:
         fuse_ordered_layers(skeleton)
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.held_gradients import add, held, parameter_of
 from rldsl.backends.torch.kernels.products import add_product, product, wide_product
 from rldsl.backends.torch.model.collectives import tree_all_reduce
 from rldsl.backends.torch.model.invariant_products import multiply, weight_gradient
@@ -125,6 +126,7 @@ class _TokenLogprobs(Function):
             if want_squares:
                 squares[part] = sums[-1] / sums[0] ** 2
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, squares)
+        ctx.parameter = parameter_of(weight)
         ctx.options = (temperature, tp, vocab_start, want_entropy, want_squares, chunk, cap)
         ctx.cuts, ctx.groups, ctx.invariant = cuts if groups else None, groups or ((count,),), cuts is not None
         return logprobs, entropy, squares
@@ -190,6 +192,9 @@ class _TokenLogprobs(Function):
             grad_weight = None
         elif grad_weight is None:
             grad_weight = torch.zeros_like(weight)
+        elif not ctx.invariant and (total := held(ctx.parameter)) is not None:
+            add(total, grad_weight)
+            grad_weight = None
         return grad_hidden, grad_weight, *[None] * 11
 
 
