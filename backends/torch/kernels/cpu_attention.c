@@ -100,15 +100,10 @@ static void copy_rows(const float *from, int64_t token, int64_t n, int64_t size,
 
 /* x [n, size] with rows of `width` -> out [size, n] with rows of `stride`; columns up to a multiple of COLUMNS are 0 */
 static void turn(const float *x, int64_t n, int64_t size, int64_t width, int64_t stride, float *out) {
-  for (int64_t first = 0; first < n; first += COLUMNS) {
-    int64_t count = least(COLUMNS, n - first);
-    for (int64_t j = 0; j < size; j++) {
-      float *row = out + j * stride + first;
-      const float *at = x + first * width + j;
-      for (int64_t t = 0; t < count; t++) row[t] = at[t * width];
-      for (int64_t t = count; t < COLUMNS; t++) row[t] = 0;
-    }
-  }
+  for (int64_t first = 0; first < up(n); first += LANES)
+    for (int64_t j = 0; j < size; j += LANES)
+      transpose(x + first * width + j, width, least(LANES, n - first), least(LANES, size - j), out + j * stride + first,
+                stride, LANES);
 }
 
 static void take_keys(Work *w, const Segment *s, Heads k, Heads v, int64_t head, int backward) {

@@ -70,6 +70,47 @@ static inline float largest(vec v) {
   return v[0];
 }
 
+#if LANES == 16
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
+#endif
+
+/* from [rows, columns] -> to [columns, rows], both at most LANES, with these distances between rows. `to` gets `filled`
+   columns, 0 behind `rows`. Interleaving rows LANES / 2 apart, log2(LANES) times, transposes them */
+static inline void transpose(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
+                             int64_t to_row, int64_t filled) {
+  vec a[LANES], b[LANES];
+#pragma GCC unroll 16
+  for (int r = 0; r < LANES; r++)
+    a[r] = r >= rows          ? all(0)
+           : columns == LANES ? load(from + r * from_row)
+                              : load_some(from + r * from_row, columns, 0);
+#pragma GCC unroll 4
+  for (int round = LANES; round > 1; round /= 2) {
+#pragma GCC unroll 8
+    for (int r = 0; r < LANES / 2; r++) {
+      b[2 * r] = __builtin_shufflevector(a[r], a[r + LANES / 2], LOW);
+      b[2 * r + 1] = __builtin_shufflevector(a[r], a[r + LANES / 2], HIGH);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) a[r] = b[r];
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < LANES; r++) {
+    if (r >= columns) break;
+    if (filled == LANES)
+      store(to + r * to_row, a[r]);
+    else
+      store_some(to + r * to_row, a[r], filled);
+  }
+}
+
 /* 2^i * e^r, with x = i log 2 + r and |r| <= log(2) / 2, where eight terms of the series are exact to half a unit of the
    last place. To add 1.5 * 2^23 rounds to a whole number, whose bits are the last ones of the sum. 0 below -87.3,
    infinity above 88.7; NaN stays NaN. */
