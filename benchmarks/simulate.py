@@ -253,6 +253,7 @@ def environments(machine: Cluster, size: str) -> Cluster:
     config = json.loads(Path(f"models/{size}-chat/config.json").read_text())
     lengths = turn_tokens(config["vocab_size"])
     return replace(machine, turns=Distribution(TURNS), tool_seconds=Distribution(TOOL_SECONDS),
+                   reset_seconds=Distribution(TOOL_SECONDS),
                    turn_tokens=Distribution(sum(lengths) / len(lengths), values=lengths))
 
 

@@ -77,7 +77,7 @@ _asked = together(
     click.option("--memory", type=FiniteRange(1e-9, 1e9), metavar="GB",
                  help="Memory per device in GB (default: from the cluster)."),
     click.option("--gap", type=FiniteRange(0), default=0.01, show_default=True, metavar="FRACTION",
-                 help="Accepted gap to the lower bound; 0 searches until the optimum is proved."),
+                 help="Accepted gap of the estimated step to the lower bound; 0 searches until the optimum is proved."),
     jobs_of_search,
     lengths)
 

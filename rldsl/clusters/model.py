@@ -8,7 +8,7 @@ not to simulate.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -133,9 +133,16 @@ class Cluster:
     link_efficiency: float = 1.0  # a fraction
     turns: Distribution | None = None  # of a conversation
     turn_tokens: Distribution | None = None  # of the model in a turn
-    tool_seconds: Distribution | None = None  # seconds
+    tool_seconds: Distribution | None = None  # of an answer, in seconds
+    reset_seconds: Distribution | None = None  # of the first words of a conversation, in seconds
     source: str = ""  # where the numbers come from
     measured: tuple[Measured, ...] = ()  # calls that `rlc profile` timed
+    file: str = field(default="", compare=False)  # the path that it was read from; "" if it has none
+
+    @property
+    def place(self) -> str:
+        """Where messages point to."""
+        return self.file or self.name
 
     @property
     def world(self) -> int:
@@ -229,5 +236,7 @@ FIELDS: dict[str, Field] = {
     "turns": Field("distribution", "turns of the model in a conversation with an environment; not given: the most", 1),
     "turn_tokens": Field("distribution", "tokens of the model in a turn; not given: `max_new_tokens`", 1),
     "tool_seconds": Field("distribution", "seconds in which an environment answers a turn; not given: 0"),
+    "reset_seconds": Field("distribution", "seconds in which an environment begins a conversation, in `reset` or "
+                           "`init`; not given: 0"),
     "source": Field("text", "where the numbers come from"),
 }

@@ -22,7 +22,7 @@ from rldsl.source import SourceFile, Span
 if TYPE_CHECKING:
     from yaml.nodes import MappingNode, Node
 
-NAMED = re.compile(r"([a-z]\w*?)x([1-9]\d{0,8})(?:\.ya?ml)?")
+NAMED = re.compile(r"([a-z]\w*?)x(\d{1,30})(?:\.ya?ml)?")
 MEASURED: dict[str, Field] = {
     "config": Field("text", ""), "head": Field("text", ""), "dtype": Field("text", ""), "tp": Field("int", "", 1),
     "threads": Field("int", "", 1),
@@ -45,10 +45,10 @@ def preset(name: str) -> Cluster | None:
     for known in presets():
         kind, _, gpus = known.rpartition("x")
         nodes, rest = divmod(int(found[2]), int(gpus))
-        if kind == found[1] and not rest and nodes <= FIELDS["nodes"].high:
+        if kind == found[1] and not rest and 1 <= nodes <= FIELDS["nodes"].high:
             text = files(__package__).joinpath("presets", f"{known}.yaml").read_text()
             return replace(parse(SourceFile(f"{known}.yaml", text)), nodes=nodes,
-                           name=f"{kind}x{found[2]}")
+                           name=f"{kind}x{int(found[2])}", file="")
     return None
 
 
@@ -162,7 +162,7 @@ class _Reader:
             values["measured"] = self.measured(measured)
         if self.found:
             return None
-        values.setdefault("name", Path(self.file.name).stem)
+        values |= {"name": Path(self.file.name).stem} | values | {"file": self.file.name}
         found = Cluster(**values) if base is None else replace(base, **values)
         if 0 < found.memory_gb < found.cache_gb:
             at = given.get("cache_gb", given.get("memory_gb", tree))
@@ -228,6 +228,9 @@ class _Reader:
                          node, help="`rlc profile` writes this list")
             elif not self.found:
                 found.append(Measured(**values))
+                if any(all(getattr(m, k) == values[k] for k in MEASURED) for m in found[:-1]):
+                    self.say("RL0215", "an entry of `measured` is there twice", node,
+                             help=f"remove one of those with the same {', '.join(MEASURED)}")
         return tuple(found)
 
     def rates(self, name: str, node: Node) -> tuple[tuple[str, float], ...]:
@@ -237,6 +240,8 @@ class _Reader:
             self.say("RL0205", f"`{name}` must map names to microseconds", node)
             return ()
         given = self.pairs(node, PASSES[name])
+        if not self.found and (missing := [k for k in PASSES[name] if k not in given]):
+            self.say("RL0215", f"`{name}` needs `{missing[0]}`", node, help="`rlc profile` writes this list")
         return tuple((k, self.value(k, Field("float", ""), v)) for k, v in given.items())
 
 

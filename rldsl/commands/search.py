@@ -157,7 +157,7 @@ def cost_source_text(cluster: Cluster, answer: Answer) -> str:
         return estimate
     if not (estimated := answer.best[0].timeline.estimated):
         return "measured by `rlc profile`"
-    return f"measured by `rlc profile`; of {', '.join(estimated)}, which it did not measure, {estimate}"
+    return f"measured by `rlc profile`; of {', '.join(m for m, _ in estimated)}, which it did not measure, {estimate}"
 
 
 def compiler_version() -> str:

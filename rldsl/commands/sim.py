@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from rldsl.clusters import find
 from rldsl.commands import Usage
 from rldsl.commands.inputs import ENDING, compiled_program, plan_or_program
 from rldsl.commands.other_lag import other_lag
@@ -27,10 +28,11 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
 
     if trace:
         keep_inputs(trace, (file, cluster, place), "choose another path with --trace")
+    machine = find(cluster)  # its mistakes come before those of a program that takes long to compile
     plan = plan_or_program(file, sets, place, overrides)
 
     def simulated(plan: Plan) -> Simulation:
-        return plan.simulate(cluster, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
+        return plan.simulate(machine, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
                              longest=lengths.longest, like=like, durations=durations)
 
     found = simulated(plan)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from rldsl.python.runs import Run
 
 
+LONGEST = 1e12  # seconds that a call may be said to take
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """A verified plan. In a notebook it shows what `rlc compile` prints."""
@@ -135,7 +138,7 @@ class Plan:
             lengths = observed_lengths(self.record, os.fspath(like))
         else:
             lengths = Lengths(*given.values())
-            check_lengths(lengths, indexed_frames(self.record).values(), "simulate")
+            check_lengths(lengths, indexed_frames(self.record).values(), self.name)
         _check_durations(durations or {})
         return Simulation(self.record, simulate(self.record, machine, lengths, durations), machine, lengths, self.name,
                           durations=dict(durations or {}), peak_bytes=self.memory.bytes)
@@ -204,20 +207,19 @@ def _check(lengths: Mapping[str, float], like: bool) -> None:
     """Check the lengths of a simulation. like: they are taken from a run. Errors: RL0205."""
     for name, value in lengths.items():
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise fail("RL0205", f"`{name}` must be a number of tokens, not {value!r}", place="simulate",
+            raise fail("RL0205", f"`{name}` must be a number of tokens, not {value!r}", place=name,
                        help="0 means the maximum that the program allows")
         if like and value:
             raise fail("RL0205", f"`like` takes the lengths from a run; it cannot be combined with `{name}`",
-                       place="simulate",
-                       help=f"omit `{name}` or `like`")
+                       place=name, help=f"omit `{name}` or `like`")
 
 
 def _check_durations(durations: Mapping[str, float]) -> None:
     """Errors: RL0205."""
     for name, seconds in durations.items():
-        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST:
             raise fail("RL0205", f"the duration of `{name}` must be a number of seconds, not {seconds!r}",
-                       place="simulate", help="0 means that it takes no time")
+                       place=f"duration of {name}", help=f"from 0, which leaves what starting it takes, to {LONGEST:g}")
 
 
 def trace_text(trace: str) -> str:

@@ -15,7 +15,7 @@ from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.branch_and_bound import NUM_NODES, WIDE_GAP
 from rldsl.search.compiled_placements import CompiledPlacement
-from rldsl.search.evaluator import Assignment, Evaluator
+from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.space import Block
 
 NUM_LISTED = 3  # placements, the best among them
@@ -31,21 +31,21 @@ class CallRow:
     strategy: str  # as in a clause
     seconds: float  # of the call, per step
     bytes: int  # resident and active
-    reason: str  # what the step would take with the next best strategy on the same ranks
+    reason: str  # what the step would take with the next best strategy on the same ranks, as estimated; "": not asked
 
 
-def call_rows(evaluator: Evaluator, a: Assignment,
-              outcomes: Mapping[Assignment, str] = NO_OUTCOMES) -> Iterator[CallRow]:
-    """outcomes: as `Answer.outcomes`."""
+def call_rows(evaluator: Evaluator, a: Assignment, outcomes: Mapping[Assignment, str] | None = NO_OUTCOMES
+              ) -> Iterator[CallRow]:
+    """outcomes: as `Answer.outcomes`; None: without reasons."""
     now = evaluator.evaluate(a)
     for c, (job, block, e) in enumerate(zip(evaluator.calls, a.blocks, a.candidates, strict=True)):
         yield CallRow(job.name, block, e.strategy.text(), e.seconds, e.resident_bytes + e.active_bytes,
-                      _next_best_text(evaluator, a, c, now.seconds, outcomes))
+                      "" if outcomes is None else _next_best_text(evaluator, a, c, now, outcomes))
 
 
-def _next_best_text(evaluator: Evaluator, a: Assignment, c: int, now: float,
+def _next_best_text(evaluator: Evaluator, a: Assignment, c: int, now: Evaluation,
                     outcomes: Mapping[Assignment, str]) -> str:
-    """The step with the best of the other layouts of one call. now: seconds of the step as it is."""
+    """The step with the best of the other layouts of one call. now: the step as it is."""
     job = evaluator.calls[c]
     if job.number in evaluator.problem.fixed and evaluator.problem.fixed[job.number].strategy is not None:
         return "as in the program"
@@ -54,10 +54,12 @@ def _next_best_text(evaluator: Evaluator, a: Assignment, c: int, now: float,
     if fastest is None:
         return f"{len(neighbors)} other layouts do not fit with the rest" if neighbors else "the only layout that fits"
     e, found = fastest[0].candidate, fastest[1]
-    longer = found.seconds - now
+    longer, how = found.seconds - now.seconds, e.strategy.text()
+    if now.keeps_copies and not found.keeps_copies:
+        how += ", with keep=false for every copy"
     if longer >= 0:
-        return f"next: {e.strategy.text()}, +{seconds_text(longer)}"
-    return (f"next: {e.strategy.text()}, estimated {seconds_text(-longer)} faster, but "
+        return f"next: {how}, +{seconds_text(longer)}"
+    return (f"next: {how}, estimated {seconds_text(-longer)} faster, but "
             f"{outcomes.get(found.assignment, 'not simulated')}")
 
 
@@ -74,7 +76,7 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str, stopped
                    f"{answer.result.num_nodes} search nodes: {end_text(answer, stopped_by)}")
     out += [f"  times  {profile}", "", *table_lines(evaluator, best, answer.outcomes), ""]
     if len(answer.best) > 1:
-        out.append("  next best")
+        out.append("  other placements that were simulated")
         for other in answer.best[1:NUM_LISTED]:
             out.append(f"  {seconds_text(other.seconds):>10}  {'; '.join(differences(best, other, evaluator))}")
     return "\n".join(line.rstrip() for line in out) + "\n"
@@ -125,9 +127,9 @@ def differences(best: CompiledPlacement, other: CompiledPlacement, evaluator: Ev
 def to_json(answer: Answer, cluster: str) -> str:
     evaluator, best = answer.evaluator, []
     for n, one in enumerate(answer.best[:NUM_LISTED]):
-        rows = call_rows(evaluator, one.evaluation.assignment, answer.outcomes if n == 0 else NO_OUTCOMES)
+        rows = call_rows(evaluator, one.evaluation.assignment, answer.outcomes if n == 0 else None)
         best.append({"seconds": one.seconds, "bytes": one.bytes, "calls": [
             {"call": x.call, "ranks": [x.block.start, x.block.stop], "how": x.strategy, "seconds": x.seconds,
-             "bytes": x.bytes, "why": x.reason} for x in rows]})
+             "bytes": x.bytes} | ({"why": x.reason} if n == 0 else {}) for x in rows]})
     return json_output({"format": 1, "cluster": cluster, "bound": answer.bound, "gap": answer.gap,
                        "parts": answer.result.num_nodes, "complete": answer.result.complete, "best": best})

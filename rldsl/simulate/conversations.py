@@ -30,7 +30,7 @@ MOST_TURNS = 20_000  # that are followed one by one; of more, several equal conv
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentCosts:
-    """What environments take of the host besides `tool_seconds`, in seconds."""
+    """What environments take of the host besides `tool_seconds` and `reset_seconds`, in seconds."""
 
     start: float = 0.0  # of the rank, to start the process of a conversation
     turn: float = 0.0  # of the rank, per answer
@@ -59,6 +59,7 @@ class ShardConversations:
     own_tokens: float  # of the model in a whole conversation, on average
     turns: Distribution | None  # None: the most
     tool_seconds: Distribution | None  # None: an answer takes no time
+    reset_seconds: Distribution | None = None  # None: the first words of a conversation take no time
     turn_tokens: Distribution | None = None  # of the model; None: all turns are equally long
     most_own: float = inf  # tokens of the model in a turn
     environments: EnvironmentCosts = EnvironmentCosts()  # of the host
@@ -140,7 +141,7 @@ class _Followed:
         while self.expected and self.alive < self.shard.live:
             self.alive += 1
             self.work(self.environments.start)
-            self.ask_environment(self.expected.popleft())
+            self.ask_environment(self.expected.popleft(), self.shard.reset_seconds)
 
     def work(self, seconds: float) -> None:
         """The rank computes, and does nothing else of this shard meanwhile."""
@@ -156,10 +157,9 @@ class _Followed:
         heapq.heappush(self.cores, done)
         return done
 
-    def ask_environment(self, c: _Conversation) -> None:
-        """From now on a conversation waits for its environment."""
+    def ask_environment(self, c: _Conversation, seconds: Distribution | None) -> None:
+        """From now on a conversation waits for its environment. seconds: of what it asks for; None: it takes none."""
         self.number += 1
-        seconds = self.shard.tool_seconds
         latency = 0.0 if seconds is None else seconds.quantile((self.number * GOLDEN) % 1 or 0.5)
         heapq.heappush(self.tools, (self.now + latency, self.number, c, False))
         if c.placed:
@@ -246,7 +246,7 @@ class _Followed:
             return
         self.progress, _, c = heapq.heappop(self.decoding)
         c.turns_done, c.turns = c.turns_done + 1, c.turns - 1
-        self.ask_environment(c)
+        self.ask_environment(c, self.shard.tool_seconds)
 
 
 def _turns(shard: ShardConversations, u: float) -> int:

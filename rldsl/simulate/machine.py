@@ -60,6 +60,18 @@ class Machine:
         nearest = min(known, key=lambda m: (abs(log2(m.tp / tp)), m.tp), default=None)
         return nearest.under(tp, LAYER_KERNELS * self.cluster.kernel_us) if nearest is not None else None
 
+    def why_not_measured(self, model: Model) -> str:
+        """In which way the measurements of the cluster's file are not those of the model, the nearest of them; "" where
+        there are none, or those of the model."""
+        asked = {"config.json": model.config_digest, "head": model.head_name, "dtype": model.dtype,
+                 "threads": self.threads}
+        each = [[name for name, value, has in zip(asked, asked.values(), (m.config, m.head, m.dtype, m.threads),
+                                                  strict=True) if value != has] for m in self.cluster.measured]
+        if not each or not all(each):
+            return ""
+        nearest = min(each, key=len)
+        return f"measured with other {' and '.join(nearest)}"
+
     def forward(self, s: Shard, c: WorkCounts, links: float = 0.0) -> float:
         """Seconds of a forward pass. links: seconds in which it exchanges data with other ranks."""
         found = self.measured(s.model, s.tp)

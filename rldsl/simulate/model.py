@@ -54,7 +54,9 @@ class Timeline:
     critical: tuple[PathSegment, ...]  # from 0 to `seconds`, each beginning where the last one ended
     tokens: int  # of a step
     periodic: tuple[PeriodicEvents, ...] = ()  # blocks that do not run in every step
-    estimated: tuple[str, ...] = ()  # models without measurements in the cluster's file: times from counted operations
+    # (model without measurements in the cluster's file, whose times are from counted operations; how those that it has
+    # differ, "" where it has none)
+    estimated: tuple[tuple[str, str], ...] = ()
     free: tuple[str, ...] = ()  # rates that the plan needs and the cluster's file leaves out, counted as free
 
     @property

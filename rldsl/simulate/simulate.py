@@ -62,6 +62,10 @@ def known_events(plan: Plan, durations: Mapping[str, float]) -> dict[int, float]
             raise fail("RL0205", f"the plan calls nothing that is named `{name}`", place=plan.header.program,
                        help=f"did you mean `{near[0]}`?" if (near := get_close_matches(name, names, n=1)) else
                        "durations can be given for " + ", ".join(f"`{known}`" for known in names))
+        twice = next((x for x in durations if x != name and {*names.get(x, ())} & {*names[name]}), "")
+        if twice:
+            raise fail("RL0205", f"`{name}` and `{twice}` are the same call", place=plan.header.program,
+                       help="give its duration once")
         found |= dict.fromkeys(names[name], seconds)
     return found
 
@@ -113,7 +117,7 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     """Check that the plan can be simulated on the cluster. Errors: RL0096, RL0215."""
     unknown = cluster.unknown()
     if unknown:
-        raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.name,
+        raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.place,
                    notes=(f"missing, or 0: {', '.join(unknown)}",),
                    help="start the file with a preset (`preset: h100x8`), add the numbers, or measure this machine "
                         "with `rlc profile`")
@@ -121,14 +125,14 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     if header.world > cluster.world:
         raise fail("RL0096",
                    f"the plan is for {counted(header.world, 'rank')}, but `{cluster.name}` has "
-                   f"{counted(cluster.world, 'device')}", place=cluster.name,
+                   f"{counted(cluster.world, 'device')}", place=cluster.place,
                    help="use a larger cluster, or compile for this one")
     size = min(header.devices_per_node, header.world)
     nodes = -(-header.world // size)
     if size > cluster.gpus or nodes > cluster.nodes:
         raise fail("RL0096",
                    f"the plan is for {_machines(nodes, size)}, but `{cluster.name}` has "
-                   f"{_machines(cluster.nodes, cluster.gpus)}", place=cluster.name,
+                   f"{_machines(cluster.nodes, cluster.gpus)}", place=cluster.place,
                    help="links within a node are faster than links between nodes: compile with `cluster "
                         f"nodes={cluster.nodes} gpus={cluster.gpus}`, or with the name of this cluster")
 
@@ -148,7 +152,7 @@ def check_engines(world: World) -> None:
         sequence = max(s.layers * s.cache * s.item * s.attending for s in shards) * (row.prompt + row.longest)
         raise fail("RL0401", f"a serving engine of `{event.display_name}` has `cache_gb: {cluster.cache_gb:g}`, too "
                    f"little for {human(weights)} of weights and a sequence of {row.prompt + row.longest:,.0f} tokens",
-                   place=cluster.name, notes=(f"the KV cache of that sequence: {human(ceil(sequence))}",
+                   place=cluster.place, notes=(f"the KV cache of that sequence: {human(ceil(sequence))}",
                                               f"there is room for {max(room, 0):,.0f} tokens next to the weights"),
                    help="state more in the cluster file, up to the memory of a device, or use larger tp or pp")
 
@@ -203,10 +207,11 @@ def _token_count(world: World) -> int:
     return round(sum(rows * world.lengths.of(f).tokens for f, rows in token_frames(world.plan)))
 
 
-def _estimated_models(world: World) -> tuple[str, ...]:
+def _estimated_models(world: World) -> tuple[tuple[str, str], ...]:
     calls = dict.fromkeys((e.model, world.layouts[e.layout].tp) for e, _ in event_paths(world.plan)
                           if isinstance(e, ModelCall))
-    return tuple(dict.fromkeys(m for m, tp in calls if world.machine.measured(world.models[m], tp) is None))
+    names = dict.fromkeys(m for m, tp in calls if world.machine.measured(world.models[m], tp) is None)
+    return tuple((m, world.machine.why_not_measured(world.models[m])) for m in names)
 
 
 def _free_rates(world: World) -> tuple[str, ...]:

@@ -113,7 +113,8 @@ def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: L
     for o in timeline.periodic:
         lines.append(f"  {which_steps(o)}: {seconds_text(o.seconds)} in addition  "
                      f"({cut(_name_inserted([known[e] for e in o.events]), 60)})")
-    about = {"given, not predicted": given, "estimated from operation counts, not measured": timeline.estimated,
+    about = {"given, not predicted": given, "estimated from operation counts, not measured":
+             [f"{m} ({why})" if why else m for m, why in timeline.estimated],
              f"assumed to be free, because {cluster.name} has no value for it": timeline.free}
     if any(about.values()):
         lines += ["", *(f"  {what}: {', '.join(names)}" for what, names in about.items() if names)]
@@ -195,6 +196,6 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster, other: OtherLag | 
                    "busy": s.busy} for s in timeline.spans],
         "every": [{"steps": o.period, "first": o.first, "events": list(o.events), "seconds": o.seconds}
                   for o in timeline.periodic],
-        "estimated": list(timeline.estimated), "free": list(timeline.free), "given": dict(durations or {}),
+        "estimated": [m for m, _ in timeline.estimated], "free": list(timeline.free), "given": dict(durations or {}),
     }
     return json_output(found)

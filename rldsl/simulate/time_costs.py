@@ -164,8 +164,8 @@ def _conversation_time(world: World, event: Generate, stage: Stage, rows: int, r
     own = min(row.response, turns * in_turn)  # the environment has written the rest
     conversations = ShardConversations(
         rows, slots, min(live_conversations(slots, event.waiting), rows), event.waiting, limits.max_turns,
-        row.prompt + row.response - own, own, cluster.turns, cluster.tool_seconds, cluster.turn_tokens,
-        event.sampling.max_new_tokens, machine.environments())
+        row.prompt + row.response - own, own, cluster.turns, cluster.tool_seconds, cluster.reset_seconds,
+        cluster.turn_tokens, event.sampling.max_new_tokens, machine.environments())
     costs_of_passes = PassCosts(decode, prefill, lambda tokens: machine.host(kept * tokens))
     seconds, computed = conversation_seconds(conversations, costs_of_passes)
     images = machine.tower(stages[0].shard, rows * of_a_prompt(world, row))  # once for each conversation

@@ -25,7 +25,8 @@ flow f(steps=1) {
   metric y = mean(x)
 }
 """
-MEASURED = "  - {config: abc, head: causal_lm, dtype: float32, tp: 2, threads: 1, forward: {call: 3, token: 1e-3}}\n"
+RATES = "{call: 3, layer: 0, token: 1e-3, pair: 0, output: 0}"
+MEASURED = f"  - {{config: abc, head: causal_lm, dtype: float32, tp: 2, threads: 1, forward: {RATES}}}\n"
 
 
 def parse(text: str) -> Cluster:
@@ -104,7 +105,7 @@ def test_a_wrong_value_comes_with_a_right_one() -> None:
 
 
 def test_every_field_is_of_the_record() -> None:
-    assert set(FIELDS) | {"measured"} == {f for f in Cluster.__dataclass_fields__}
+    assert set(FIELDS) | {"measured", "file"} == {f for f in Cluster.__dataclass_fields__}
 
 
 def test_numbers_may_be_written_as_people_do() -> None:
@@ -113,7 +114,8 @@ def test_numbers_may_be_written_as_people_do() -> None:
 
 def test_measurements_are_read() -> None:
     (found,) = parse(f"gpus: 1\nmeasured:\n{MEASURED}").measured
-    assert found == Measured("abc", "causal_lm", "float32", 2, 1, forward=(("call", 3.0), ("token", 0.001)))
+    assert found == Measured("abc", "causal_lm", "float32", 2, 1, forward=(
+        ("call", 3.0), ("layer", 0.0), ("token", 0.001), ("pair", 0.0), ("output", 0.0)))
 
 
 def test_how_conversations_go() -> None:
@@ -157,7 +159,7 @@ def test_quantiles_have_the_mean_and_deviation(distribution: Distribution) -> No
     (f"gpus: 1\nmeasured:\n{MEASURED.replace('head', 'haed')}", [("RL0107", 3), ("RL0215", 3)]),
     (f"gpus: 1\nmeasured:\n{MEASURED.replace('token:', 'tokens:')}", [("RL0107", 3)]),
     (f"gpus: 1\nmeasured:\n{MEASURED.replace('call: 3', 'call: -3')}", [("RL0205", 3)]),
-    (f"gpus: 1\nmeasured:\n{MEASURED.replace('{call: 3, token: 1e-3}', '7')}", [("RL0205", 3)]),
+    (f"gpus: 1\nmeasured:\n{MEASURED.replace(RATES, '7')}", [("RL0205", 3)]),
 ])
 def test_mistakes_are_found_where_they_are(text: str, expected: list[tuple[str, int]]) -> None:
     assert mistakes(text) == expected
@@ -184,6 +186,26 @@ def test_no_number_is_too_large_or_too_small_for_times(name: str, field: Field) 
 def test_measured_times_have_the_same_bounds() -> None:
     for number in (HUGE, "1e-300"):
         assert mistakes(f"gpus: 1\nmeasured:\n{MEASURED.replace('call: 3', f'call: {number}')}") == [("RL0205", 3)]
+
+
+def test_measurements_are_complete_and_there_once() -> None:
+    """A rate that is missing would count as free, and of two entries one would count for nothing."""
+    assert mistakes(f"gpus: 1\nmeasured:\n{MEASURED.replace('layer: 0, ', '')}") == [("RL0215", 3)]
+    assert mistakes(f"gpus: 1\nmeasured:\n{MEASURED}{MEASURED.replace('call: 3', 'call: 4')}") == [("RL0215", 4)]
+    assert len(parse(f"gpus: 1\nmeasured:\n{MEASURED}{MEASURED.replace('tp: 2', 'tp: 4')}").measured) == 2
+
+
+@pytest.mark.parametrize("name", ["h100x0", "h100x99999999999", "h100x12"])
+def test_a_number_of_devices_that_no_cluster_has(name: str) -> None:
+    with pytest.raises(Failure) as caught:
+        clusters.find(name)
+    assert "8 per node" in caught.value.diagnostics[0].help and "16,384 nodes" in caught.value.diagnostics[0].help
+
+
+def test_messages_about_a_cluster_point_to_its_file() -> None:
+    known = clusters.preset("h100x16")
+    assert parse("gpus: 8\n").place == "c.yaml" and parse("gpus: 8\n") == Cluster(name="c", gpus=8)
+    assert known is not None and known.place == "h100x16"
 
 
 @pytest.mark.parametrize("text, word", [("gpus: 8\nlink_gbs: 2\n", "link_gb_s"), ("preset: h100x80\n", "h100x8"),

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from rldsl.placement.place import place_graph
 from rldsl.plan.codec import decode
 from rldsl.progress import listening
 from rldsl.search import find_placement
+from rldsl.search.answer_text import call_rows
+from rldsl.search.branch_and_bound import branch_and_bound
 from rldsl.search.candidates import CandidateTable
+from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.parallel import fill
 from rldsl.simulate import Lengths
 from tests.samples import thorough_between
-from tests.search.programs import GRPO, describe
+from tests.search.programs import GRPO, cluster, describe, instance
 
 EIGHT = "cluster nodes=1 gpus=8\n"
 PROGRAM = GRPO.replace("cluster nodes=1 gpus=1\n", EIGHT)
@@ -57,7 +61,7 @@ def searched(*arguments: str, program: str = "grpo.rlf") -> str:
 def test_the_table_says_what_each_call_costs_and_why(folder: Path) -> None:
     text = searched("--gap", "0")
     for word in ("grpo.rlf on two: 2 ranks", "step", "tokens/s", "bound", "gap", "search nodes", "roofline",
-                 "actor.generate", "judge.score", "ref.logprobs", "actor.train", "next:", "next best",
+                 "actor.generate", "judge.score", "ref.logprobs", "actor.train", "next:", "other placements that were simulated",
                  "wrote grpo.place.rlf; next: rlc compile grpo.rlf --place grpo.place.rlf"):
         assert word in text, word
     header = (folder / "grpo.place.rlf").read_text().split("\ncluster ")[0]
@@ -368,7 +372,8 @@ def test_a_program_has_at_least_a_byte_of_memory_and_a_finite_number(folder: Pat
 
 def test_a_profile_of_other_models_measured_none_of_these(folder: Path) -> None:
     (folder / "two.yaml").write_text("preset: h100x8\ngpus: 2\nmeasured:\n  - {config: abc, head: causal_lm, dtype: "
-                                     "float32, tp: 1, threads: 1, forward: {call: 3, token: 1e-3}}\n")
+                                     "float32, tp: 1, threads: 1, forward: "
+                                     "{call: 3, layer: 0, token: 1e-3, pair: 0, output: 0}}\n")
     (times,) = (line for line in searched().splitlines() if line.startswith("  times"))
     assert "roofline estimate" in times and all(name in times for name in ("actor", "judge", "ref"))
 
@@ -400,3 +405,24 @@ def test_an_engine_without_memory_for_its_weights_is_not_proposed(folder: Path) 
     (folder / "engine.yaml").write_text("preset: h100x8\ngpus: 2\ncache_gb: 0.05\n")
     said = rlc("search", "grpo.rlf", "--cluster", "engine.yaml")
     assert said.exit_code == 1 and "RL0402" in said.output and "cache_gb: 0.05" in said.output, said.output
+
+
+def test_what_does_not_keep_copies_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that fits only without copies between steps is no change of one call alone. It is said of the answer
+    alone, whose neighbors were looked at."""
+    plain = json.loads(searched("--json"))
+    assert not any("keep" in c["why"] for c in plain["best"][0]["calls"])
+    assert not any("why" in c for other in plain["best"][1:] for c in other["calls"])
+    evaluate = Evaluator.evaluate
+    kept = []
+
+    def changed(self: Evaluator, a: Assignment) -> Evaluation:
+        found = evaluate(self, a)
+        kept.append(a.candidates)
+        return replace(found, keeps_copies=a.candidates == kept[0])
+
+    i = instance("grpo", "1B", cluster(1, 4))
+    best = branch_and_bound(i).best[0].assignment
+    kept.clear()
+    monkeypatch.setattr(Evaluator, "evaluate", changed)
+    assert any("with keep=false for every copy, +" in x.reason for x in call_rows(i, best))

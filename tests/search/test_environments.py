@@ -42,7 +42,8 @@ TURNS = 3  # of each conversation
 def with_latency(folder: Path, seconds: float, response: float = 300.0, **sets: int) -> Evaluator:
     (folder / "envs.py").write_text(GAME)
     use = f'use std.grpo (group_norm, grpo)\nuse py "{folder / "envs.py"}" (Game: env)\n'
-    machines = cluster(1, 2, turns=Distribution(TURNS), tool_seconds=Distribution(seconds))
+    machines = cluster(1, 2, turns=Distribution(TURNS), tool_seconds=Distribution(seconds),
+                       reset_seconds=Distribution(seconds))
     text = HEAD + use + PROMPTS + ACTOR + REF + FLOW
     return instance("grpo", "1B", machines, Lengths(0.0, response), text=text, batch=16, **sets)
 

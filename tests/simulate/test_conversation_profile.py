@@ -144,7 +144,8 @@ def test_a_template_that_rewrites_turns_is_measured_with_first_contexts(folder: 
 
 
 HOST = {"conversation_us": 3000.0, "turn_us": 400.0, "answer_us": 100.0, "environment_us": 2000.0}
-RATES = {"forward": {"call": 1.0}, "reply": {"slot": 2.0}, "turn": {"token": 3.0}}
+RATES = {name: dict.fromkeys(PASSES[name], 0.0) | {feature: rate} for name, feature, rate in (
+    ("forward", "call", 1.0), ("reply", "slot", 2.0), ("turn", "token", 3.0))}
 
 
 @pytest.fixture

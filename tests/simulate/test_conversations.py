@@ -19,14 +19,28 @@ TALK = ShardConversations(count=1, slots=1, live=1, waiting="keep", most_turns=4
             tool_seconds=None)
 
 
+def waits(each: Distribution) -> dict[str, Distribution]:
+    """The same for the first words and for every answer."""
+    return {"tool_seconds": each, "reset_seconds": each}
+
+
 def test_one_conversation_without_latency() -> None:
     seconds, computed = conversation_seconds(TALK, COSTS)
     assert seconds == computed == pytest.approx(80 * 0.011 + 20 * 0.002)
 
 
 def test_each_answer_takes_its_time_and_so_does_the_beginning() -> None:
-    seconds, computed = conversation_seconds(replace(TALK, tool_seconds=Distribution(2.0)), COSTS)
+    seconds, computed = conversation_seconds(replace(TALK, **waits(Distribution(2.0))), COSTS)
     assert seconds == pytest.approx(computed + 5 * 2.0) and computed == pytest.approx(80 * 0.011 + 20 * 0.002)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 4])
+def test_answers_and_the_beginning_have_times_of_their_own(turns: int) -> None:
+    few = replace(TALK, turns=Distribution(float(turns)))
+    plain, _ = conversation_seconds(few, COSTS)
+    answers, _ = conversation_seconds(replace(few, tool_seconds=Distribution(2.0)), COSTS)
+    begins, _ = conversation_seconds(replace(few, reset_seconds=Distribution(3.0)), COSTS)
+    assert answers == pytest.approx(plain + turns * 2.0) and begins == pytest.approx(plain + 3.0)
 
 
 def test_all_at_once_share_passes() -> None:
@@ -42,16 +56,16 @@ def test_answers_that_arrive_together_are_prefilled_in_one_pass() -> None:
         passes.append(of)
         return 1.0
 
-    many = replace(TALK, count=8, slots=8, live=8, tool_seconds=Distribution(0.5))
+    many = replace(TALK, count=8, slots=8, live=8, **waits(Distribution(0.5)))
     _, computed = conversation_seconds(many, replace(COSTS, prefill=prefill))
     assert passes == [8.0] * 4 and computed == pytest.approx(80 * 0.018 + 4 * 1.0)
     passes.clear()
-    apart = replace(many, tool_seconds=Distribution(0.5, 0.4))
+    apart = replace(many, **waits(Distribution(0.5, 0.4)))
     assert conversation_seconds(apart, replace(COSTS, prefill=prefill))[1] > computed and max(passes) < 8
 
 
 def test_slots_that_wait_are_idle_unless_they_are_given_away() -> None:
-    slow = replace(TALK, count=8, slots=2, live=2, tool_seconds=Distribution(1.0))
+    slow = replace(TALK, count=8, slots=2, live=2, **waits(Distribution(1.0)))
     kept, computed = conversation_seconds(slow, COSTS)
     assert kept == pytest.approx(4 * (5 * 1.0 + 80 * 0.012), rel=0.1)  # four pairs, one after the other
     for waiting in ("offload", "recompute"):
@@ -61,21 +75,21 @@ def test_slots_that_wait_are_idle_unless_they_are_given_away() -> None:
 
 
 def test_fast_tools_make_giving_away_a_loss() -> None:
-    fast = replace(TALK, count=8, slots=2, live=2, tool_seconds=Distribution(0.001))
+    fast = replace(TALK, count=8, slots=2, live=2, **waits(Distribution(0.001)))
     kept, _ = conversation_seconds(fast, COSTS)
     given, _ = conversation_seconds(replace(fast, live=8, waiting="recompute"), COSTS)
     assert given > kept
 
 
 def test_turns_vary_and_have_a_limit() -> None:
-    few, _ = conversation_seconds(replace(TALK, turns=Distribution(1.0), tool_seconds=Distribution(1.0)), COSTS)
+    few, _ = conversation_seconds(replace(TALK, turns=Distribution(1.0), **waits(Distribution(1.0))), COSTS)
     assert few == pytest.approx(80 * 0.011 + 20 * 0.002 + 2 * 1.0)  # the tokens are those of the program's lengths
-    many, _ = conversation_seconds(replace(TALK, turns=Distribution(9.0), tool_seconds=Distribution(1.0)), COSTS)
-    assert many == conversation_seconds(replace(TALK, tool_seconds=Distribution(1.0)), COSTS)[0]
+    many, _ = conversation_seconds(replace(TALK, turns=Distribution(9.0), **waits(Distribution(1.0))), COSTS)
+    assert many == conversation_seconds(replace(TALK, **waits(Distribution(1.0))), COSTS)[0]
 
 
 def test_many_conversations_are_followed_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = replace(TALK, count=1000, slots=100, live=100, tool_seconds=Distribution(0.3, 0.2))
+    many = replace(TALK, count=1000, slots=100, live=100, **waits(Distribution(0.3, 0.2)))
     exact = conversation_seconds(many, COSTS)
     monkeypatch.setattr("rldsl.simulate.conversations.MOST_TURNS", 400)
     assert conversation_seconds(many, COSTS) == pytest.approx(exact, rel=0.1)
@@ -145,7 +159,7 @@ def test_turns_of_different_lengths_make_more_and_smaller_passes() -> None:
 @pytest.mark.parametrize("cores", [0.0, 1.0, inf])
 def test_terms_of_the_host_only_make_a_call_longer(cores: float) -> None:
     """As the bounds of `rlc search` need it."""
-    talk = replace(TALK, count=6, slots=3, live=3, tool_seconds=Distribution(0.05, 0.03))
+    talk = replace(TALK, count=6, slots=3, live=3, **waits(Distribution(0.05, 0.03)))
     before = conversation_seconds(talk, COSTS)[0]
     for more in (EnvironmentCosts(start=0.01, cores=cores), EnvironmentCosts(start=0.01, turn=0.01, cores=cores),
                  EnvironmentCosts(start=0.01, turn=0.01, answer=0.01, process=0.01, cores=cores)):

@@ -235,7 +235,7 @@ def test_ranks_meet_as_those_of_a_run(device: str, monkeypatch: pytest.MonkeyPat
 
 FOUND = {"link_us": 50.0, "link_gb_s": 1.5, "reduce_us": 100.0, "float32_tflops": 0.1, "bfloat16_tflops": 0.2,
          "memory_gb_s": 10.0, "kernel_us": 2.0, "row_us": 0.3, "core_speed": 0.9}
-RATES = {"forward": {"call": 1.0, "layer": 2.0, "token": 3e-5}, "update": {"call": 1.0, "element": 1e-9}}
+RATES = {"forward": {"call": 1.0, "layer": 2.0, "token": 3e-5, "pair": 0.0, "output": 0.0}, "update": {"call": 1.0, "element": 1e-9}}
 
 
 @pytest.fixture
@@ -293,7 +293,13 @@ def test_the_file_is_a_cluster(asked: list[dict], folder: Path) -> None:
     assert dict(found.measured[0].update) == RATES["update"]
     assert asked == [{"models": [["actor", 2, "torch"], ["judge", 1, "torch"]], "machine": True, "environments": False,
                       "threads": "1"}]
-    assert simulate(api.compile("score.rlf"), found).estimated == ()
+    plan = api.compile("score.rlf")
+    assert simulate(plan, found).estimated == ()
+    others = tuple(replace(m, threads=8) for m in found.measured)
+    said = simulate(plan, replace(found, measured=others)).estimated
+    assert said == (("actor", "measured with other threads"), ("judge", "measured with other threads"))
+    others = tuple(replace(m, config="other") for m in found.measured)
+    assert "measured with other config.json" in dict(simulate(plan, replace(found, measured=others)).estimated)["judge"]
 
 
 def test_the_result_as_json(asked: list[dict], folder: Path) -> None:

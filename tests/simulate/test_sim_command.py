@@ -111,7 +111,7 @@ def test_known_durations(folder: Path) -> None:
 
 @pytest.mark.parametrize("name, why", [("actor.generat", "did you mean `actor.generate`?"), ("gradient", "`critic.train`"),
                                        ("actor.generate=-1", "not -1.0"), ("actor.generate=nan", "not nan"),
-                                       ("actor.generate=inf", "not inf")])
+                                       ("actor.generate=inf", "not inf"), ("actor.generate=2e12", "to 1e+12")])
 def test_durations_that_are_none(folder: Path, name: str, why: str) -> None:
     said = sim("ppo.plan", "--cluster", "two.yaml", "--duration", name if "=" in name else f"{name}=1")
     assert said.exit_code == 1 and "RL0205" in said.output and why in said.output, said.output
@@ -129,3 +129,10 @@ def test_a_duration_by_the_name_of_a_result(folder: Path) -> None:
     by_call, by_result = (json.loads(sim("ppo.plan", "--cluster", "two.yaml", "--json", "--duration", name).output)
                           for name in ("actor.generate=7", "gen=7"))
     assert by_call["seconds"] == by_result["seconds"] > 7
+    both = sim("ppo.plan", "--cluster", "two.yaml", "--duration", "actor.generate=7", "--duration", "gen=5")
+    assert both.exit_code == 1 and "RL0205" in both.output and "are the same call" in both.output
+
+
+def test_mistakes_of_the_cluster_come_first(folder: Path) -> None:
+    said = sim("missing.rlf", "--cluster", "missing.yaml")
+    assert said.exit_code == 1 and "no such file: missing.yaml" in said.output

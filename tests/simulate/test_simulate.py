@@ -269,7 +269,7 @@ def test_measurements_replace_counting() -> None:
     calls = {e.id for e, _ in event_paths(plan) if isinstance(e, Generate)}
     assert not found.estimated and found.seconds < timeline("together").seconds / 2
     assert all(found.event_seconds()[e] < timeline("together").event_seconds()[e] / 10 for e in calls)
-    assert set(timeline("together").estimated) == {"actor", "critic", "ref", "judge"}
+    assert set(dict(timeline("together").estimated)) == {"actor", "critic", "ref", "judge"}
 
 
 def test_a_measured_step_is_the_sum_of_its_features() -> None:
