@@ -111,6 +111,7 @@ def test_rlc_sim_knows_how_conversations_go(base: Path) -> None:
 
     fast = seconds("keep", "")
     slow = seconds("keep", "tool_seconds: 2\n")
-    assert slow > fast + 4 * 3 * 2  # four pairs of conversations of three turns, one after the other
-    assert fast + 3 * 2 < seconds("offload", "tool_seconds: 2\n") < slow / 2
+    assert slow == pytest.approx(fast + 4 * 3 * 2)  # four pairs of conversations of three turns, one after the other
+    assert seconds("keep", "reset_seconds: 2\n") == pytest.approx(fast + 4 * 2)
+    assert 3 * 2 < seconds("offload", "tool_seconds: 2\n") < slow / 2
     assert seconds("keep", "tool_seconds: 2\nturns: 1\n") < slow / 1.5
