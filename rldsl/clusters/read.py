@@ -162,7 +162,8 @@ class _Reader:
             values["measured"] = self.measured(measured)
         if self.found:
             return None
-        values |= {"name": Path(self.file.name).stem} | values | {"file": self.file.name}
+        values.setdefault("name", Path(self.file.name).stem)
+        values["file"] = self.file.name
         found = Cluster(**values) if base is None else replace(base, **values)
         if 0 < found.memory_gb < found.cache_gb:
             at = given.get("cache_gb", given.get("memory_gb", tree))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rldsl.clusters.model import MOST
 from rldsl.diag import fail
 from rldsl.files import write
 from rldsl.memory import curves
@@ -32,9 +33,6 @@ from rldsl.verify import verify
 if TYPE_CHECKING:
     from rldsl.plan.model import Plan as Record
     from rldsl.python.runs import Run
-
-
-LONGEST = 1e12  # seconds that a call may be said to take
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -217,9 +215,9 @@ def _check(lengths: Mapping[str, float], like: bool) -> None:
 def _check_durations(durations: Mapping[str, float]) -> None:
     """Errors: RL0205."""
     for name, seconds in durations.items():
-        if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST:
+        if not isinstance(seconds, int | float) or not 0 <= seconds <= MOST:
             raise fail("RL0205", f"the duration of `{name}` must be a number of seconds, not {seconds!r}",
-                       place=f"duration of {name}", help=f"from 0, which leaves what starting it takes, to {LONGEST:g}")
+                       place=f"duration of {name}", help=f"from 0, which leaves what starting it takes, to {MOST:g}")
 
 
 def trace_text(trace: str) -> str:

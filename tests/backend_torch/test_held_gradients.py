@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rldsl.backends.torch.kernels.embeddings import CpuEmbedding, use_cpu_embedding
-from rldsl.backends.torch.kernels.held_gradients import add, held, parameter_of
+from rldsl.backends.torch.kernels.held_gradients import add_gradient, held_gradient, parameter_of
 from rldsl.backends.torch.model.autocast import round_parameter
 from rldsl.backends.torch.model.logprobs import token_logprobs
 from rldsl.runtime.backend import Axis
@@ -26,33 +26,33 @@ def test_sums(rows: int, columns: int) -> None:
     total = torch.randn(rows, columns)
     for grad in (torch.randn(rows, columns), torch.randn(columns, rows).T, torch.randn(columns, 2 * rows)[:, ::2].T):
         expected = total + grad
-        assert add(total, grad) is total
+        assert add_gradient(total, grad) is total
         assert torch.equal(total, expected)
 
 
 def test_sums_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rldsl.backends.torch.kernels.held_gradients.available", lambda: False)
     total, grad = torch.randn(5, 8), torch.randn(8, 5).T
-    assert torch.equal(add(total.clone(), grad), total + grad)
+    assert torch.equal(add_gradient(total.clone(), grad), total + grad)
 
 
 def test_what_holds_a_gradient() -> None:
     p = nn.Parameter(torch.randn(3, 4))
     with torch.no_grad():
-        assert held(p) is None and held(None) is None
+        assert held_gradient(p) is None and held_gradient(None) is None
         p.grad = torch.zeros(3, 4)
-        assert held(p) is p.grad
+        assert held_gradient(p) is p.grad
         p.grad = torch.zeros(4, 3).T
-        assert held(p) is None, "not in the order of rows"
+        assert held_gradient(p) is None, "not in the order of rows"
         half = nn.Parameter(torch.randn(3, 4).bfloat16())
         half.grad = torch.zeros(3, 4).bfloat16()
-        assert held(half) is None
+        assert held_gradient(half) is None
     p.grad = torch.zeros(3, 4)
-    assert held(p) is None, "a backward pass that is differentiated itself"
+    assert held_gradient(p) is None, "a backward pass that is differentiated itself"
     for register in (p.register_hook, p.register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
         with torch.no_grad():
-            assert held(p) is None
+            assert held_gradient(p) is None
         handle.remove()
     assert parameter_of(p) is p and parameter_of(p * 1) is None and parameter_of(p.detach()) is None
 

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.backends.torch.kernels.held_gradients import held, parameter_of
+from rldsl.backends.torch.kernels.held_gradients import held_gradient, parameter_of
 
 
 class CpuEmbedding(nn.Embedding):
-    """An embedding in float32 with a gradient of its own."""
+    """An embedding whose float32 gradient is added to what its weight holds. With `max_norm`, `scale_grad_by_freq` or
+    `sparse` it is torch's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
@@ -45,7 +46,7 @@ class _Embedding(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ids, total = ctx.saved_tensors[0].flatten(), held(ctx.parameter)
+        ids, total = ctx.saved_tensors[0].flatten(), held_gradient(ctx.parameter)
         rows = grad.reshape(len(ids), -1)
         if total is None or rows.dtype != total.dtype:
             padding = -1 if ctx.padding is None else ctx.padding

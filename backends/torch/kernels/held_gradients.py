@@ -2,7 +2,7 @@
 
 In: a parameter and its next gradient. autograd makes a tensor of each gradient and then adds it to `.grad`; of a large
 matrix, such as that of a vocabulary, both take longer than many layers. A function with its own gradient adds it to
-`held` instead, and returns None.
+`held_gradient` instead, and returns None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
     return weight if type(weight) is nn.Parameter else None
 
 
-def held(parameter: nn.Parameter | None) -> torch.Tensor | None:
+def held_gradient(parameter: nn.Parameter | None) -> torch.Tensor | None:
     """Its `.grad`, float32 and contiguous, where nothing but that is to see the next gradient; else None."""
     if parameter is None or not parameter.is_leaf or torch.is_grad_enabled() or parameter.device.type != "cpu":
         return None
@@ -29,8 +29,8 @@ def held(parameter: nn.Parameter | None) -> torch.Tensor | None:
     return None if parameter._backward_hooks or parameter._post_accumulate_grad_hooks else grad
 
 
-def add(total: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """total + grad [rows, columns] in place; total: contiguous, float32. A gradient in the order of columns is
+def add_gradient(total: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """total + grad, both [rows, columns], in place. total: contiguous, float32. A gradient in the order of columns is
     transposed in registers, in a sixth to a half of the time that torch takes."""
     by_columns = grad.dim() == 2 and not grad.is_contiguous() and grad.T.is_contiguous()
     if not (by_columns and grad.shape == total.shape and grad.dtype == torch.float32 and available()):

@@ -22,7 +22,7 @@ from torch import nn
 
 from rldsl.backends.torch.kernels import few_row_products, outer_products
 from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.backends.torch.kernels.held_gradients import held, parameter_of
+from rldsl.backends.torch.kernels.held_gradients import held_gradient, parameter_of
 
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
 TILE = 256, 1024               # rows and columns of a product with many columns that MKL computes at once
@@ -172,7 +172,7 @@ def _weight_gradient(parameter: nn.Parameter | None, x: torch.Tensor, grad: torc
     grad = grad.contiguous()
     if not outer_products.takes(grad, x):
         return product(grad.T, x.T)
-    total = held(parameter)
+    total = held_gradient(parameter)
     if total is None:
         return outer_products.add(x.new_zeros(grad.shape[1], x.shape[1]), grad, x)
     outer_products.add(total, grad, x)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.backends.torch.kernels.held_gradients import add, held, parameter_of
+from rldsl.backends.torch.kernels.held_gradients import add_gradient, held_gradient, parameter_of
 from rldsl.backends.torch.kernels.products import add_product, product, wide_product
 from rldsl.backends.torch.model.collectives import tree_all_reduce
 from rldsl.backends.torch.model.invariant_products import multiply, weight_gradient
@@ -192,8 +192,8 @@ class _TokenLogprobs(Function):
             grad_weight = None
         elif grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        elif not ctx.invariant and (total := held(ctx.parameter)) is not None:
-            add(total, grad_weight)
+        elif not ctx.invariant and (total := held_gradient(ctx.parameter)) is not None:
+            add_gradient(total, grad_weight)
             grad_weight = None
         return grad_hidden, grad_weight, *[None] * 11
 
