@@ -25,7 +25,7 @@ REASONS = {
     ("backends/torch/model/invariant_probe.py", "_decodes_alike"): WRITES,
     ("backends/torch/model/logprobs.py", "_grad_logits"): ONCE,
     ("backends/torch/model/logprobs.py", "_grad_of_weights"): ONCE,
-    ("backends/torch/model/logprobs.py", "_add_grads_of_weights"): CPU,
+    ("backends/torch/model/logprobs.py", "_add_to_held"): CPU,
     ("backends/torch/model/vision.py", "shifts"): EXACT,
     ("backends/torch/train/router_bias.py", "_count"): EXACT,
     ("backends/torch/train/quantized_adamw.py", "_add_maxima"): EXACT,

@@ -4,16 +4,18 @@
    none. A query sees the keys of its segment up to its own, in a window. Segments of one group may share a prefix, of
    which the group has the owner, as a segment without prefix that comes before those that use it.
 
-   Of a segment keys and values are copied to memory of their own, once as they are and once transposed, and queries
-   are taken in blocks; all that is left are products of small matrices, by one function (`tile`). Probabilities are
-   computed again in the backward pass. A sum has one order, whatever the number of threads. */
+   Of a segment keys and values are copied to memory of their own, and queries are taken in blocks, transposed; all that
+   is left are products of small matrices, by one function (`tile`). Tables of scores have a row for each key and a
+   column for each query of a block, so that a vector holds scores of neighboring queries, and largest scores and sums
+   over keys are made without mixing its lanes. Probabilities are computed again in the backward pass. A sum has one
+   order, whatever the number of threads. */
 
 #include "cpu_vectors.h"
 
 #define ROWS 6                  /* of a tile */
 #define COLUMNS 16              /* of a tile, and what rows of matrices are multiples of */
 #define VECTORS (COLUMNS / LANES)
-#define QUERIES (8 * ROWS)      /* of a block */
+#define QUERIES (3 * COLUMNS)   /* of a block: columns of a table of scores */
 
 typedef struct {
   int64_t query, queries, prefix, prefixed; /* the first of its rows, and their number; the same of its prefix */
@@ -64,24 +66,24 @@ static void tile(const float *a, int64_t a_row, int64_t a_step, const float *b, 
   }
 }
 
-/* What a thread computes with. size, value_size, and their multiples of COLUMNS; stride: of what has a column for each
-   key */
+/* What a thread computes with. size, value_size, and their multiples of COLUMNS */
 typedef struct {
-  float *memory, *keys, *values, *keys_across, *values_across, *grad_keys, *grad_values;
-  float *queries, *grads, *scores, *slopes, *result;
-  int64_t size, value_size, width, value_width, stride;
+  float *memory, *keys, *values, *grad_keys, *grad_values; /* [keys, width] */
+  float *queries, *grads, *result;                         /* of a block: [QUERIES, width] */
+  float *queries_across, *grads_across;                    /* the same: [width, QUERIES] */
+  float *scores, *slopes;                                  /* [keys, QUERIES] */
+  int64_t size, value_size, width, value_width;
 } Work;
 
 static int begin(Work *w, int64_t longest, int64_t size, int64_t value_size, int backward) {
   w->size = size, w->value_size = value_size, w->width = up(size), w->value_width = up(value_size);
-  w->stride = up(longest) + COLUMNS; /* no power of two, whose rows would share a part of the cache */
-  int64_t wide = w->width > w->value_width ? w->width : w->value_width, keys = w->stride;
-  int64_t sizes[] = {keys * w->width, keys * w->value_width, size * keys, backward ? value_size * keys : 0,
-                     backward ? keys * w->width : 0, backward ? keys * w->value_width : 0, QUERIES * w->width,
-                     backward ? QUERIES * w->value_width : 0, QUERIES * keys, backward ? QUERIES * keys : 0,
-                     QUERIES * wide};
-  float **parts[] = {&w->keys, &w->values, &w->keys_across, &w->values_across, &w->grad_keys, &w->grad_values,
-                     &w->queries, &w->grads, &w->scores, &w->slopes, &w->result};
+  int64_t width = w->width, value_width = w->value_width, wide = width > value_width ? width : value_width;
+  int64_t sizes[] = {longest * width, longest * value_width, backward ? longest * width : 0,
+                     backward ? longest * value_width : 0, backward ? QUERIES * width : 0,
+                     backward ? QUERIES * value_width : 0, QUERIES * wide, QUERIES * width,
+                     backward ? QUERIES * value_width : 0, longest * QUERIES, backward ? longest * QUERIES : 0};
+  float **parts[] = {&w->keys, &w->values, &w->grad_keys, &w->grad_values, &w->queries, &w->grads, &w->result,
+                     &w->queries_across, &w->grads_across, &w->scores, &w->slopes};
   int64_t total = 0;
   for (int i = 0; i < 11; i++) total += sizes[i];
   float *at = w->memory = calloc(total, sizeof(float)); /* what is behind the last column is read */
@@ -89,170 +91,208 @@ static int begin(Work *w, int64_t longest, int64_t size, int64_t value_size, int
   return w->memory == NULL;
 }
 
-/* rows [n, size] of one head -> out [n, width], 0 behind `size`; times `factor` */
+/* rows [n, size] that are `token` apart -> out [n, size] with rows of `width`; times `factor` */
 static void copy_rows(const float *from, int64_t token, int64_t n, int64_t size, int64_t width, float factor,
                       float *out) {
   for (int64_t t = 0; t < n; t++) {
-    for (int64_t j = 0; j < size; j++) out[t * width + j] = from[t * token + j] * factor;
-    for (int64_t j = size; j < width; j++) out[t * width + j] = 0;
+    int64_t j = 0;
+    for (; j + LANES <= size; j += LANES) store(out + t * width + j, load(from + t * token + j) * factor);
+    for (; j < size; j++) out[t * width + j] = from[t * token + j] * factor;
   }
 }
 
-/* x [n, size] with rows of `width` -> out [size, n] with rows of `stride`; columns up to a multiple of COLUMNS are 0 */
-static void turn(const float *x, int64_t n, int64_t size, int64_t width, int64_t stride, float *out) {
+/* rows [n, size] that are `token` apart -> out [size, QUERIES]; columns up to a multiple of COLUMNS are 0 */
+static void turn(const float *from, int64_t token, int64_t n, int64_t size, float *out) {
   for (int64_t first = 0; first < up(n); first += LANES)
     for (int64_t j = 0; j < size; j += LANES)
-      transpose(x + first * width + j, width, least(LANES, n - first), least(LANES, size - j), out + j * stride + first,
-                stride, LANES);
+      transpose(from + first * token + j, token, n - first, least(LANES, size - j), out + j * QUERIES + first, QUERIES,
+                LANES);
 }
 
-static void take_keys(Work *w, const Segment *s, Heads k, Heads v, int64_t head, int backward) {
+/* Keys have the scale of the scores */
+static void take_keys(Work *w, const Segment *s, Heads k, Heads v, int64_t head, float scale) {
   const float *keys = k.data + head * k.head, *values = v.data + head * v.head;
-  int64_t n = s->prefixed + s->queries;
-  copy_rows(keys + s->prefix * k.token, k.token, s->prefixed, w->size, w->width, 1, w->keys);
-  copy_rows(keys + s->query * k.token, k.token, s->queries, w->size, w->width, 1, w->keys + s->prefixed * w->width);
+  copy_rows(keys + s->prefix * k.token, k.token, s->prefixed, w->size, w->width, scale, w->keys);
+  copy_rows(keys + s->query * k.token, k.token, s->queries, w->size, w->width, scale, w->keys + s->prefixed * w->width);
   copy_rows(values + s->prefix * v.token, v.token, s->prefixed, w->value_size, w->value_width, 1, w->values);
   copy_rows(values + s->query * v.token, v.token, s->queries, w->value_size, w->value_width, 1,
             w->values + s->prefixed * w->value_width);
-  turn(w->keys, n, w->size, w->width, w->stride, w->keys_across);
-  if (backward) turn(w->values, n, w->value_size, w->value_width, w->stride, w->values_across);
 }
 
-/* the first key that the query at `place` of its sequence sees */
-static inline int64_t first_seen(int64_t place, int64_t window) { return place + 1 > window ? place + 1 - window : 0; }
-
-/* out [rows, stride] = a [rows, width] @ across [size, stride], at least where queries from `place` on see keys */
-static void products(const float *a, int64_t width, int64_t size, const float *across, int64_t stride, int64_t rows,
-                     int64_t place, int64_t window, float *out) {
-  int64_t first = first_seen(place, window) / COLUMNS * COLUMNS;
-  for (int64_t column = first; column < place + rows; column += COLUMNS)
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      int64_t count = least(ROWS, rows - r);
-      if (column < place + r + count && column + COLUMNS > first_seen(place + r, window))
-        tile(a + r * width, width, 1, across + column, stride, size, out + r * stride + column, stride, 0, count);
-    }
-}
-
-/* out [rows, width] = weights [rows, stride] @ x [keys, width], of the keys that queries from `place` on see */
-static void sums(const float *weights, int64_t stride, const float *x, int64_t width, int64_t rows, int64_t place,
-                 int64_t window, float *out) {
-  for (int64_t column = 0; column < width; column += COLUMNS)
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      int64_t count = least(ROWS, rows - r), first = first_seen(place + r, window);
-      tile(weights + r * stride + first, stride, 1, x + first * width + column, width, place + r + count - first,
-           out + r * width + column, width, 0, count);
-    }
-}
-
-/* total [keys, width] += weights [rows, stride]^T @ x [rows, width], of the keys first..end */
-static void add_sums(const float *weights, int64_t stride, const float *x, int64_t width, int64_t rows, int64_t first,
-                     int64_t end, float *total) {
-  for (int64_t column = 0; column < width; column += COLUMNS)
-    for (int64_t key = first; key < end; key += ROWS)
-      tile(weights + key, 1, stride, x + column, width, rows, total + key * width + column, width, 1,
-           least(ROWS, end - key));
-}
-
-/* The columns of whole vectors that `products` has computed for a row, and what its query sees of them */
+/* A block of queries: the places of its first query and of its first key, and what one sees */
 typedef struct {
-  int64_t first, from, to, end;
-} Seen;
+  int64_t rows, place, window;
+} QueryBlock;
 
-static inline Seen seen_by(int64_t r, int64_t rows, int64_t place, int64_t window) {
-  int64_t tile_row = r / ROWS * ROWS;
-  return (Seen){first_seen(place + tile_row, window) / COLUMNS * COLUMNS, first_seen(place + r, window), place + r + 1,
-                up(place + least(tile_row + ROWS, rows))};
+/* the first key that the query in a row of the block sees */
+static inline int64_t first_seen(QueryBlock b, int64_t row) {
+  int64_t end = b.place + row + 1;
+  return end > b.window ? end - b.window : 0;
 }
 
-static inline void fill(float *x, int64_t from, int64_t to, float value) {
-  for (int64_t j = from; j < to; j++) x[j] = value;
+/* A table of scores has numbers for queries of a group, COLUMNS of them from `column` on, and keys first..end: all that
+   one of these queries sees */
+typedef struct {
+  int64_t first, end;
+} Keys;
+
+static inline Keys seen_by(QueryBlock b, int64_t column) {
+  return (Keys){first_seen(b, column), b.place + least(column + COLUMNS, b.rows)};
 }
 
-/* what a query does not see becomes -infinity, of which exp is 0 */
-static inline void hide(float *row, Seen s) {
-  fill(row, s.first, s.from, -INFINITY);
-  fill(row, s.to, s.end, -INFINITY);
-}
-
-static inline float dot(const float *a, const float *b, int64_t n) {
-  vec total = all(0);
-  int64_t j = 0;
-  for (; j + LANES <= n; j += LANES) total += load(a + j) * load(b + j);
-  if (j < n) total += load_some(a + j, n - j, 0) * load_some(b + j, n - j, 0);
-  return sum(total);
-}
-
-static void forward_segment(Work *w, const Segment *s, Heads q, int64_t head, int64_t heads, float scale,
-                            int64_t window, float *out, float *normalizers) {
-  for (int64_t done = 0; done < s->queries; done += QUERIES) {
-    int64_t rows = least(QUERIES, s->queries - done), place = s->prefixed + done, row = s->query + done;
-    copy_rows(q.data + head * q.head + row * q.token, q.token, rows, w->size, w->width, scale, w->queries);
-    products(w->queries, w->width, w->size, w->keys_across, w->stride, rows, place, window, w->scores);
-    float factors[QUERIES];
-    for (int64_t r = 0; r < rows; r++) {
-      Seen seen = seen_by(r, rows, place, window);
-      float *own = w->scores + r * w->stride;
-      hide(own, seen);
-      float peak = row_max(own + seen.first, seen.end - seen.first);
-      vec total = all(0);
-      for (int64_t j = seen.first; j < seen.end; j += LANES) {
-        vec weight = vexp(load(own + j) - peak);
-        total += weight;
-        store(own + j, weight);
-      }
-      float whole = sum(total);
-      factors[r] = 1 / whole;
-      normalizers[(row + r) * heads + head] = peak + logf(whole);
-    }
-    sums(w->scores, w->stride, w->values, w->value_width, rows, place, window, w->result);
-    for (int64_t r = 0; r < rows; r++)
-      copy_rows(w->result + r * w->value_width, 0, 1, w->value_size, w->value_size, factors[r],
-                out + ((row + r) * heads + head) * w->value_size);
+/* out [keys, QUERIES] = x [keys, width] @ across [size, QUERIES], of each group and what it sees */
+static void products(const float *x, int64_t width, int64_t size, const float *across, QueryBlock b, float *out) {
+  for (int64_t column = 0; column < b.rows; column += COLUMNS) {
+    Keys seen = seen_by(b, column);
+    for (int64_t key = seen.first; key < seen.end; key += ROWS)
+      tile(x + key * width, width, 1, across + column, QUERIES, size, out + key * QUERIES + column, QUERIES, 0,
+           least(ROWS, seen.end - key));
   }
 }
 
-static void backward_segment(Work *w, const Segment *s, Heads q, Heads grad, int64_t head, int64_t heads, float scale,
-                             int64_t window, const float *out, const float *normalizers, float *grad_q) {
-  for (int64_t done = 0; done < s->queries; done += QUERIES) {
-    int64_t rows = least(QUERIES, s->queries - done), place = s->prefixed + done, row = s->query + done;
-    int64_t first = first_seen(place, window), end = place + rows;
-    copy_rows(q.data + head * q.head + row * q.token, q.token, rows, w->size, w->width, scale, w->queries);
-    copy_rows(grad.data + head * grad.head + row * grad.token, grad.token, rows, w->value_size, w->value_width, 1,
-              w->grads);
-    products(w->queries, w->width, w->size, w->keys_across, w->stride, rows, place, window, w->scores);
-    products(w->grads, w->value_width, w->value_size, w->values_across, w->stride, rows, place, window, w->slopes);
-    for (int64_t r = 0; r < rows; r++) {
-      Seen seen = seen_by(r, rows, place, window);
-      float *own = w->scores + r * w->stride, *slope = w->slopes + r * w->stride;
-      float given = dot(out + ((row + r) * heads + head) * w->value_size, w->grads + r * w->value_width, w->value_size);
-      float normalizer = normalizers[(row + r) * heads + head];
-      hide(own, seen);
-      for (int64_t j = seen.first; j < seen.end; j += LANES) {
-        vec weight = vexp(load(own + j) - normalizer);
-        store(own + j, weight);
-        store(slope + j, weight * (load(slope + j) - given));
+/* out [rows, width] = weights [keys, QUERIES]^T @ x [keys, width] */
+static void sums(const float *weights, const float *x, int64_t width, QueryBlock b, float *out) {
+  for (int64_t column = 0; column < width; column += COLUMNS)
+    for (int64_t group = 0; group < b.rows; group += COLUMNS)
+      for (int64_t r = group, count; r < least(group + COLUMNS, b.rows); r += count) {
+        int64_t first = first_seen(b, r);
+        count = least(ROWS, least(group + COLUMNS, b.rows) - r);
+        tile(weights + first * QUERIES + r, 1, QUERIES, x + first * width + column, width, b.place + r + count - first,
+             out + r * width + column, width, 0, count);
       }
-      fill(own, first, seen.first, 0), fill(slope, first, seen.first, 0);
-      fill(own, seen.end, end, 0), fill(slope, seen.end, end, 0);
-    }
-    add_sums(w->scores, w->stride, w->grads, w->value_width, rows, first, end, w->grad_values);
-    add_sums(w->slopes, w->stride, w->queries, w->width, rows, first, end, w->grad_keys);
-    sums(w->slopes, w->stride, w->keys, w->width, rows, place, window, w->result);
-    for (int64_t r = 0; r < rows; r++)
-      copy_rows(w->result + r * w->width, 0, 1, w->size, w->size, scale, grad_q + ((row + r) * heads + head) * w->size);
+}
+
+/* total [keys, width] += weights [keys, QUERIES] @ x [rows, width]. A tile takes the groups that see one of its keys:
+   their weights must be 0 for ROWS - 1 keys before and behind what they see (`clear`) */
+static void add_sums(const float *weights, const float *x, int64_t width, QueryBlock b, float *total) {
+  int64_t end = b.place + b.rows;
+  for (int64_t key = first_seen(b, 0); key < end; key += ROWS) {
+    int64_t count = least(ROWS, end - key), from = key > b.place ? (key - b.place) / COLUMNS * COLUMNS : 0;
+    int64_t to = least(b.rows, up(least(b.window, end) + key + count - 1 - b.place));
+    for (int64_t column = 0; column < width; column += COLUMNS)
+      tile(weights + key * QUERIES + from, QUERIES, 1, x + from * width + column, width, to - from,
+           total + key * width + column, width, 1, count);
   }
 }
 
-/* Gradients of a segment's keys or values [keys, width] to rows [tokens, kv_heads, size]: its own are set, those of its
-   prefix, which its owner has set, are added */
-static void give(const Segment *s, const float *x, int64_t width, int64_t size, int64_t head, int64_t kv_heads,
-                 float *to) {
+static void clear(float *table, Keys seen, QueryBlock b) {
+  int64_t first = first_seen(b, 0), before = seen.first - (ROWS - 1), behind = seen.end + (ROWS - 1);
+  for (int64_t key = before > first ? before : first; key < seen.first; key++) store(table + key * QUERIES, all(0));
+  for (int64_t key = seen.end; key < least(behind, b.place + b.rows); key++) store(table + key * QUERIES, all(0));
+}
+
+/* Which of the LANES queries from `row` on see a key */
+static inline ivec sees(QueryBlock b, int64_t row, int64_t key) {
+  ivec lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  int64_t from = key - b.place - row, to = least(b.window, LANES - from) + from;
+  return (lane >= (int32_t)from) & (lane < (int32_t)to);
+}
+
+/* Scores that LANES queries from `row` on do not see become -infinity, of which exp is 0. table: from column `row` on */
+static inline void hide(float *table, Keys seen, QueryBlock b, int64_t row) {
+  int64_t whole = first_seen(b, row + LANES - 1), last = b.place + row; /* all see whole..last */
+  for (int64_t key = seen.first; key < seen.end; key++) {
+    if (key >= whole && key <= last) {
+      key = last;
+      continue;
+    }
+    float *at = table + key * QUERIES;
+    store(at, select(sees(b, row, key), load(at), all(-INFINITY)));
+  }
+}
+
+/* Scores become exp(score - largest of the query). factors: 1 / sum over keys; normalizers: log(sum of exp(score)) */
+static void weigh(float *scores, QueryBlock b, float *factors, float *normalizers) {
+  for (int64_t row = 0; row < b.rows; row += LANES) {
+    Keys seen = seen_by(b, row / COLUMNS * COLUMNS);
+    float *own = scores + row;
+    hide(own, seen, b, row);
+    vec peak = load(own + seen.first * QUERIES), more = peak, total = all(0);
+    int64_t key = seen.first;
+    for (; key + 1 < seen.end; key += 2) {
+      peak = larger(load(own + key * QUERIES), peak);
+      more = larger(load(own + (key + 1) * QUERIES), more);
+    }
+    peak = larger(load(own + (seen.end - 1) * QUERIES), larger(peak, more));
+    for (key = seen.first; key < seen.end; key++) {
+      vec weight = vexp(load(own + key * QUERIES) - peak);
+      total += weight;
+      store(own + key * QUERIES, weight);
+    }
+    store(factors + row, 1 / total);
+    store(normalizers + row, peak + vlog(total));
+  }
+}
+
+/* Scores become probabilities, and their gradients those of scores before. normalizers: log(sum of exp(score)) */
+static void weigh_backward(float *scores, float *slopes, QueryBlock b, const float *normalizers) {
+  for (int64_t row = 0; row < b.rows; row += LANES) {
+    Keys seen = seen_by(b, row / COLUMNS * COLUMNS);
+    float *own = scores + row, *slope = slopes + row;
+    vec normalizer = load(normalizers + row), mean = all(0);
+    hide(own, seen, b, row);
+    for (int64_t key = seen.first; key < seen.end; key++) {
+      vec weight = vexp(load(own + key * QUERIES) - normalizer);
+      mean += weight * load(slope + key * QUERIES);
+      store(own + key * QUERIES, weight);
+    }
+    for (int64_t key = seen.first; key < seen.end; key++)
+      store(slope + key * QUERIES, load(own + key * QUERIES) * (load(slope + key * QUERIES) - mean));
+    clear(own, seen, b), clear(slope, seen, b);
+  }
+}
+
+static void forward_segment(Work *w, const Segment *s, Heads q, int64_t head, int64_t heads, int64_t window, float *out,
+                            float *normalizers) {
+  for (int64_t done = 0; done < s->queries; done += QUERIES) {
+    QueryBlock b = {least(QUERIES, s->queries - done), s->prefixed + done, window};
+    int64_t row = s->query + done;
+    float factors[QUERIES], logs[QUERIES];
+    turn(q.data + head * q.head + row * q.token, q.token, b.rows, w->size, w->queries_across);
+    products(w->keys, w->width, w->size, w->queries_across, b, w->scores);
+    weigh(w->scores, b, factors, logs);
+    sums(w->scores, w->values, w->value_width, b, w->result);
+    for (int64_t r = 0; r < b.rows; r++) {
+      int64_t at = (row + r) * heads + head;
+      normalizers[at] = logs[r];
+      copy_rows(w->result + r * w->value_width, 0, 1, w->value_size, 0, factors[r], out + at * w->value_size);
+    }
+  }
+}
+
+static void backward_segment(Work *w, const Segment *s, Heads q, Heads grad, int64_t head, int64_t heads, int64_t window,
+                             const float *normalizers, float *grad_q) {
+  for (int64_t done = 0; done < s->queries; done += QUERIES) {
+    QueryBlock b = {least(QUERIES, s->queries - done), s->prefixed + done, window};
+    int64_t row = s->query + done;
+    const float *queries = q.data + head * q.head + row * q.token, *grads = grad.data + head * grad.head + row * grad.token;
+    float logs[QUERIES] = {0};
+    for (int64_t r = 0; r < b.rows; r++) logs[r] = normalizers[(row + r) * heads + head];
+    copy_rows(queries, q.token, b.rows, w->size, w->width, 1, w->queries);
+    copy_rows(grads, grad.token, b.rows, w->value_size, w->value_width, 1, w->grads);
+    turn(queries, q.token, b.rows, w->size, w->queries_across);
+    turn(grads, grad.token, b.rows, w->value_size, w->grads_across);
+    products(w->keys, w->width, w->size, w->queries_across, b, w->scores);
+    products(w->values, w->value_width, w->value_size, w->grads_across, b, w->slopes);
+    weigh_backward(w->scores, w->slopes, b, logs);
+    add_sums(w->scores, w->grads, w->value_width, b, w->grad_values);
+    add_sums(w->slopes, w->queries, w->width, b, w->grad_keys);
+    sums(w->slopes, w->keys, w->width, b, w->result);
+    copy_rows(w->result, w->width, b.rows, w->size, heads * w->size, 1, grad_q + (row * heads + head) * w->size);
+  }
+}
+
+/* Gradients of a segment's keys or values [keys, width], times `factor`, to rows [tokens, kv_heads, size]: its own are
+   set, those of its prefix, which its owner has set, are added */
+static void give(const Segment *s, const float *x, int64_t width, int64_t size, float factor, int64_t head,
+                 int64_t kv_heads, float *to) {
   for (int64_t t = 0; t < s->prefixed; t++) {
     float *at = to + ((s->prefix + t) * kv_heads + head) * size;
-    for (int64_t j = 0; j < size; j++) at[j] += x[t * width + j];
+    for (int64_t j = 0; j < size; j++) at[j] += x[t * width + j] * factor;
   }
-  for (int64_t t = 0; t < s->queries; t++)
-    memcpy(to + ((s->query + t) * kv_heads + head) * size, x + (s->prefixed + t) * width, size * sizeof(float));
+  copy_rows(x + s->prefixed * width, width, s->queries, size, kv_heads * size, factor,
+            to + (s->query * kv_heads + head) * size);
 }
 
 static int64_t longest_of(const Segment *segments, int64_t count) {
@@ -284,9 +324,9 @@ int attention(const float *q, int64_t q_head, int64_t q_token, const float *k, i
     for (int64_t i = 0; i < count; i++)
       for (int64_t h = 0; h < kv_heads; h++) {
         if (missing) continue;
-        take_keys(&w, segments + i, (Heads){k, k_head, k_token}, (Heads){v, v_head, v_token}, h, 0);
+        take_keys(&w, segments + i, (Heads){k, k_head, k_token}, (Heads){v, v_head, v_token}, h, scale);
         for (int64_t g = h * queries; g < (h + 1) * queries; g++)
-          forward_segment(&w, segments + i, (Heads){q, q_head, q_token}, g, heads, scale, window, out, normalizers);
+          forward_segment(&w, segments + i, (Heads){q, q_head, q_token}, g, heads, window, out, normalizers);
       }
     free(w.memory);
   }
@@ -299,7 +339,7 @@ int attention_backward(const float *q, int64_t q_head, int64_t q_token, const fl
                        const float *v, int64_t v_head, int64_t v_token, const float *grad, int64_t grad_head,
                        int64_t grad_token, const Segment *segments, const int64_t *groups, int64_t group_count,
                        int64_t heads, int64_t kv_heads, int64_t size, int64_t value_size, float scale, int64_t window,
-                       const float *out, const float *normalizers, float *grad_q, float *grad_k, float *grad_v) {
+                       const float *normalizers, float *grad_q, float *grad_k, float *grad_v) {
   int64_t longest = longest_of(segments, groups[group_count]), queries = heads / kv_heads;
   int failed = 0;
 #pragma omp parallel if (group_count * kv_heads > 1)
@@ -315,14 +355,14 @@ int attention_backward(const float *q, int64_t q_head, int64_t q_token, const fl
         for (int64_t i = groups[group]; i < groups[group + 1] && !missing; i++) {
           const Segment *s = segments + i;
           int64_t n = s->prefixed + s->queries;
-          take_keys(&w, s, (Heads){k, k_head, k_token}, (Heads){v, v_head, v_token}, h, 1);
+          take_keys(&w, s, (Heads){k, k_head, k_token}, (Heads){v, v_head, v_token}, h, scale);
           memset(w.grad_keys, 0, n * w.width * sizeof(float));
           memset(w.grad_values, 0, n * w.value_width * sizeof(float));
           for (int64_t g = h * queries; g < (h + 1) * queries; g++)
-            backward_segment(&w, s, (Heads){q, q_head, q_token}, (Heads){grad, grad_head, grad_token}, g, heads, scale,
-                             window, out, normalizers, grad_q);
-          give(s, w.grad_keys, w.width, size, h, kv_heads, grad_k);
-          give(s, w.grad_values, w.value_width, value_size, h, kv_heads, grad_v);
+            backward_segment(&w, s, (Heads){q, q_head, q_token}, (Heads){grad, grad_head, grad_token}, g, heads,
+                             window, normalizers, grad_q);
+          give(s, w.grad_keys, w.width, size, scale, h, kv_heads, grad_k);
+          give(s, w.grad_values, w.value_width, value_size, 1, h, kv_heads, grad_v);
         }
     free(w.memory);
   }

@@ -2,7 +2,7 @@
 
 In: float32 queries, keys and values of a packed row, and its segments: runs of queries, which see their own keys and
 perhaps those of a prefix (a prompt that several responses have). Out: what they attend to. Nothing is padded or copied
-into a grid, and a prefix is read where it is by each segment that has it. For the gradient the arguments, the result
+into a grid, and a prefix is read where it is by each segment that has it. For the gradient the arguments
 and one number of each query and head are kept; probabilities are computed again.
 """
 
@@ -70,19 +70,19 @@ class _Attention(Function):
         _check(kernel_library.library().attention(
             *_heads(q), *_heads(k), *_heads(v), *_numbers(q, k, v, segments), scale, window, out.data_ptr(),
             normalizers.data_ptr()))
-        ctx.save_for_backward(q, k, v, out, normalizers)
+        ctx.save_for_backward(q, k, v, normalizers)
         ctx.options = segments, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, normalizers = ctx.saved_tensors
+        q, k, v, normalizers = ctx.saved_tensors
         segments, scale, window = ctx.options
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in (q, k, v)]
         _check(kernel_library.library().attention_backward(
             *_heads(q), *_heads(k), *_heads(v), *_heads(grad.transpose(0, 1)), *_numbers(q, k, v, segments), scale,
-            window, out.data_ptr(), normalizers.data_ptr(), *(x.data_ptr() for x in grads)))
+            window, normalizers.data_ptr(), *(x.data_ptr() for x in grads)))
         return *(x.transpose(0, 1) for x in grads), None, None, None
 
 

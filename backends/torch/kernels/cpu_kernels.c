@@ -142,17 +142,23 @@ void add(const float *a, const float *b, int64_t count, float *out) {
 /* ------------------------------------------------------------------------------------------------- vocabularies */
 
 /* The sum over a row of exp((x - peak) / temperature), with the sum up to each block of columns in `cumulative` if that
-   is not NULL */
-static double weight_sum(const float *x, int64_t columns, float peak, float temperature, double *cumulative) {
+   is not NULL. kept: what the row becomes is written there, if it is not NULL */
+static inline __attribute__((always_inline)) double weight_sum(const float *x, int64_t columns, float peak,
+                                                               float temperature, double *cumulative, float *kept) {
   double total = 0;
   for (int64_t first = 0, b = 0; first < columns; first += BLOCK, b++) {
-    int64_t end = first + BLOCK < columns ? first + BLOCK : columns, j = first;
+    int64_t end = least(first + BLOCK, columns), j = first;
     vec part = all(0);
     for (; j + LANES <= end; j += LANES) {
-      vec a = load(x + j) - peak;
-      part += vexp(temperature == 1 ? a : a / temperature);
+      vec a = load(x + j) - peak, w = vexp(temperature == 1 ? a : a / temperature);
+      if (kept) store(kept + j, w);
+      part += w;
     }
-    if (j < end) part += vexp((load_some(x + j, end - j, -INFINITY) - peak) / temperature);
+    if (j < end) {
+      vec w = vexp((load_some(x + j, end - j, -INFINITY) - peak) / temperature);
+      if (kept) store_some(kept + j, w, end - j);
+      part += w;
+    }
     total += sum(part);
     if (cumulative) cumulative[b] = total;
   }
@@ -162,7 +168,8 @@ static double weight_sum(const float *x, int64_t columns, float peak, float temp
 /* sums [rows] of exp(x - peak) over the columns of x [rows, columns]; peak: [rows] */
 void exp_sums(const float *x, const float *peak, int64_t rows, int64_t columns, float *sums) {
 #pragma omp parallel for if (rows * columns > 1 << 14)
-  for (int64_t row = 0; row < rows; row++) sums[row] = weight_sum(x + row * columns, columns, peak[row], 1, NULL);
+  for (int64_t row = 0; row < rows; row++)
+    sums[row] = weight_sum(x + row * columns, columns, peak[row], 1, NULL, NULL);
 }
 
 /* peaks [rows]: the largest of each row of x [rows, columns]; sums [rows] of exp(x - peak), which x becomes if it is
@@ -171,27 +178,7 @@ void softmax_sums(float *x, int64_t rows, int64_t columns, int keep, float *peak
 #pragma omp parallel for if (rows * columns > 1 << 14)
   for (int64_t row = 0; row < rows; row++) {
     float *at = x + row * columns, peak = peaks[row] = row_max(at, columns);
-    if (!keep) {
-      sums[row] = weight_sum(at, columns, peak, 1, NULL);
-      continue;
-    }
-    double total = 0;
-    for (int64_t first = 0; first < columns; first += BLOCK) {
-      int64_t end = first + BLOCK < columns ? first + BLOCK : columns, j = first;
-      vec part = all(0);
-      for (; j + LANES <= end; j += LANES) {
-        vec w = vexp(load(at + j) - peak);
-        store(at + j, w);
-        part += w;
-      }
-      if (j < end) {
-        vec w = vexp(load_some(at + j, end - j, -INFINITY) - peak);
-        store_some(at + j, w, end - j);
-        part += w;
-      }
-      total += sum(part);
-    }
-    sums[row] = total;
+    sums[row] = keep ? weight_sum(at, columns, peak, 1, NULL, at) : weight_sum(at, columns, peak, 1, NULL, NULL);
   }
 }
 
@@ -218,7 +205,7 @@ void sample(const float *logits, const double *draws, int64_t rows, int64_t colu
     const float *x = logits + row * columns;
     double few[512], *cumulative = blocks <= 512 ? few : malloc(blocks * sizeof(double));
     float peak = row_max(x, columns);
-    double total = weight_sum(x, columns, peak, temperature, cumulative);
+    double total = weight_sum(x, columns, peak, temperature, cumulative, NULL);
     double target = draws[row] * total < total * below ? draws[row] * total : total * below;
     int64_t b = 0;
     while (b < blocks - 1 && !(cumulative[b] > target)) b++;

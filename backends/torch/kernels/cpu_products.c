@@ -274,6 +274,14 @@ typedef struct {
   int64_t wide;
 } Block;
 
+static inline float dot(const float *a, const float *b, int64_t n) {
+  vec total = all(0);
+  int64_t j = 0;
+  for (; j + LANES <= n; j += LANES) total += load(a + j) * load(b + j);
+  if (j < n) total += load_some(a + j, n - j, 0) * load_some(b + j, n - j, 0);
+  return sum(total);
+}
+
 /* The token of row `row` of a block, x [size], at which the sum of weights exceeds `draw` times the total */
 static void sample_row(const Block *block, int64_t row, const float *x, const float *head, double draw, int64_t columns,
                        int64_t size, float factor, int64_t *token, float *logprob) {

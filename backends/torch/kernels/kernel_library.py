@@ -45,7 +45,7 @@ ARGUMENTS = {
     "add": (POINTER, POINTER, INT, POINTER),
     "run_calls": (POINTER, INT),
     "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
-    "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 5),
+    "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),
 }
 CANNOT_FAIL = ("rms_norm", "rms_norm_backward", "rotary", "gated_product", "gated_product_backward", "add",
                "add_outer_products", "add_transposed", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")

@@ -4,7 +4,7 @@ The vocabulary may be divided over tp. Statistics are float32, and chunks of tok
 One table of logits exists for a chunk, which becomes its probabilities and then its gradient in place (two tables if
 the entropy or the sum of squares is wanted). On a CPU the tables of a pass with few logits are kept for its backward
 pass instead (`memory/logits.py` says how few): they hold exp(logit - largest), and where one token of each distribution
-is given, their gradient is made nowhere (`_add_grads_of_weights`).
+is given, their gradient is made nowhere (`_factors_of_weights`).
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ class _TokenLogprobs(Function):
         cuts = ctx.cuts
         grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if cuts is None else _statistics(hidden))
         head = weight.to(hidden.dtype)
+        of_targets: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows of the weight, and what is added to them
 
         def add_group(rows: slice) -> torch.Tensor:
             """Fill in the gradient of some hidden states. Returns that of the weight, if it is wanted."""
@@ -151,10 +152,13 @@ class _TokenLogprobs(Function):
                 if start in ctx.kept:  # once: a second backward makes the table again
                     weights, sums = ctx.kept.pop(start)
                     if targets.shape[1] == 1:
-                        grad_weight = _add_grads_of_weights(
-                            weights, sums, targets[part, 0], vocab_start,
-                            grad_logprobs[part, 0] / temperature, hidden[part], head, grad_hidden[part], grad_weight,
-                            ctx.needs_input_grad[1])
+                        scale, at, of_target = _factors_of_weights(weights, sums, targets[part, 0], vocab_start,
+                                                                   grad_logprobs[part, 0] / temperature)
+                        torch.addcmul(product(weights, head.T).mul_(scale), head.index_select(0, at), of_target,
+                                      out=grad_hidden[part])
+                        if ctx.needs_input_grad[1]:
+                            grad_weight = add_product(grad_weight, weights.T, (hidden[part] * scale).T)
+                            of_targets.append((at, hidden[part] * of_target))
                         continue
                     grad = _grad_of_weights(weights, sums, targets[part], vocab_start, grad_logprobs[part])
                     del weights, sums
@@ -192,9 +196,8 @@ class _TokenLogprobs(Function):
             grad_weight = None
         elif grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        elif not ctx.invariant and (total := held_gradient(ctx.parameter)) is not None:
-            add_gradient(total, grad_weight)
-            grad_weight = None
+        elif not ctx.invariant:
+            grad_weight = _add_to_held(held_gradient(ctx.parameter), grad_weight, of_targets)
         return grad_hidden, grad_weight, *[None] * 11
 
 
@@ -267,23 +270,34 @@ def _grad_of_weights(weights: torch.Tensor, sums: torch.Tensor, targets: torch.T
     return grad.scatter_add_(1, at, torch.where(is_local, grad_logprobs, 0.0))
 
 
-def _add_grads_of_weights(weights: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, vocab_start: int,
-                          grad: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor, grad_hidden: torch.Tensor,
-                          grad_weight: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
-    """Write the gradient of hidden states [C, H] to `grad_hidden`, and return `grad_weight` with that of the weight
-    [V, H], None where it is not wanted. weights: exp(logit - largest) [C, V], and `sums` [C], of all ranks. grad: [C]
-    of log-probs, divided by the temperature. hidden: [C, H]; head: [V, H], in its dtype. targets: [C] ids, of which
-    a rank of tp counts those of its own columns, from `vocab_start` on.
+def _factors_of_weights(weights: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, vocab_start: int,
+                        grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of logits, grad * (1[t] - w / sum), without a table of it: factors [C, 1] of the rows of `weights`,
+    the column [C] of each target, and what is added there [C, 1]. So the factors scale what `weights` is multiplied
+    with, or the product, and the targets add a row of the head to each hidden state's gradient and the hidden state to
+    a row of the head's.
 
-    The gradient of the logits, grad * (1[t] - w / sum), is made nowhere: its first part is one row, and the factors
-    of the second scale the rows of what `weights` is multiplied with, or of the product."""
+    weights: w = exp(logit - largest) [C, V]; sums: [C], of all ranks. grad: [C] of log-probs, divided by the
+    temperature. targets: [C] ids, of which a rank of tp counts those of its own columns, from `vocab_start` on."""
     at, is_local = _local_columns(targets, vocab_start, weights.shape[1])
-    scale, of_target = (-grad / sums)[:, None], torch.where(is_local, grad, 0.0)[:, None]
-    torch.addcmul(product(weights, head.T).mul_(scale), head[at], of_target, out=grad_hidden)
-    if not wanted:
-        return None
-    grad_weight = add_product(grad_weight, weights.T, (hidden * scale).T)
-    return grad_weight.index_add_(0, at, hidden * of_target)
+    return (-grad / sums)[:, None], at, torch.where(is_local, grad, 0.0)[:, None]
+
+
+def _add_to_held(total: torch.Tensor | None, grad: torch.Tensor, of_targets: Sequence[tuple[torch.Tensor, torch.Tensor]]
+                 ) -> torch.Tensor | None:
+    """Add a gradient [V, H], and to some of its rows those of `of_targets`, to the one that the parameter holds; without
+    one, return the sum. Rows are added where they are contiguous: `grad` may have the order of columns, in which each
+    number of a row is elsewhere in memory."""
+    if total is None and not of_targets:
+        return grad
+    held = total is not None
+    if total is None:
+        total = grad if grad.is_contiguous() else torch.zeros_like(grad, memory_format=torch.contiguous_format)
+    if total is not grad:
+        add_gradient(total, grad)
+    for at, rows in of_targets:
+        total.index_add_(0, at, rows)
+    return None if held else total
 
 
 def _statistics(hidden: torch.Tensor) -> torch.dtype:
