@@ -112,7 +112,7 @@ def test_whole_numbers_where_the_kernel_has_fractions() -> None:
     """An argument is what the kernel's type says, in a run as in a single call."""
     x, weight = torch.randn(8, 16), torch.rand(16)
     alone, in_run = torch.empty(8, 16), torch.empty(8, 16)
-    calls = [KernelCall("rms_norm", (x, weight, 8, 16, 1, out, None, None)) for out in (alone, in_run)]
+    calls = [KernelCall("rms_norm", (x, weight, 8, 16, 1, out, None)) for out in (alone, in_run)]
     calls[0]()
     KernelRun([calls[1], calls[1]])()
     assert torch.equal(alone, in_run)

@@ -67,7 +67,7 @@ class _Attention(Function):
                 window: int) -> torch.Tensor:
         heads, tokens, _ = q.shape
         out, normalizers = q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads)
-        _check(kernel_library.library().attention(
+        kernel_library.check(kernel_library.library().attention(
             *_heads(q), *_heads(k), *_heads(v), *_numbers(q, k, v, segments), scale, window, out.data_ptr(),
             normalizers.data_ptr()))
         ctx.save_for_backward(q, k, v, normalizers)
@@ -80,7 +80,7 @@ class _Attention(Function):
         segments, scale, window = ctx.options
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in (q, k, v)]
-        _check(kernel_library.library().attention_backward(
+        kernel_library.check(kernel_library.library().attention_backward(
             *_heads(q), *_heads(k), *_heads(v), *_heads(grad.transpose(0, 1)), *_numbers(q, k, v, segments), scale,
             window, normalizers.data_ptr(), *(x.data_ptr() for x in grads)))
         return *(x.transpose(0, 1) for x in grads), None, None, None
@@ -94,8 +94,3 @@ def _numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segmen
     """Where the segments are, and the sizes."""
     return (segments.table.data_ptr(), segments.groups.data_ptr(), len(segments.groups) - 1, len(q), len(k), q.shape[2],
             v.shape[2])
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise MemoryError("no memory for the attention of a layer")

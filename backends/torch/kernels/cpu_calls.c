@@ -14,7 +14,7 @@ static int run_call(const int64_t *call) {
   const int64_t *n = call + 1;
 #define AT(I) ((void *)(intptr_t)n[I])
   switch (call[0]) {
-    case 0: rms_norm(AT(0), AT(1), n[2], n[3], number(n[4]), AT(5), AT(6), AT(7)); return 0;
+    case 0: rms_norm(AT(0), AT(1), n[2], n[3], number(n[4]), AT(5), AT(6)); return 0;
     case 1: rotary(AT(0), n[1], n[2], AT(3), AT(4), n[5], n[6], n[7], (int)n[8], AT(9)); return 0;
     case 2: gated_product(AT(0), AT(1), n[2], AT(3)); return 0;
     case 3: add(AT(0), AT(1), n[2], AT(3)); return 0;

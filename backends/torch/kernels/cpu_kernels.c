@@ -5,13 +5,12 @@
 #include "cpu_vectors.h"
 
 #define BLOCK 256 /* tokens of the vocabulary whose weights are summed in float32 */
-#define ROWS_AT_ONCE 64 /* whose products are summed before they are added to the gradient of a weight */
+#define ROWS_AT_ONCE 64 /* that a thread takes. Their products are summed before they are added to a weight's gradient */
 
 /* ---------------------------------------------------------------------------------------------------------- norms */
 
-/* x, out, normalized: [rows, size]; weight: [size]; scale: [rows]. normalized and scale may be NULL */
-void rms_norm(const float *x, const float *weight, int64_t rows, int64_t size, float eps, float *out, float *normalized,
-              float *scale) {
+/* x, out: [rows, size]; weight: [size]; scale: [rows], or NULL */
+void rms_norm(const float *x, const float *weight, int64_t rows, int64_t size, float eps, float *out, float *scale) {
 #pragma omp parallel for if (rows * size > 1 << 15)
   for (int64_t row = 0; row < rows; row++) {
     const float *in = x + row * size;
@@ -28,73 +27,91 @@ void rms_norm(const float *x, const float *weight, int64_t rows, int64_t size, f
     }
     float factor = 1.0f / sqrtf(sum(squares + more) / size + eps);
     if (scale) scale[row] = factor;
-    float *result = out + row * size, *kept = normalized ? normalized + row * size : NULL;
-    for (j = 0; j < whole; j += LANES) {
-      vec n = load(in + j) * factor;
-      if (kept) store(kept + j, n);
-      store(result + j, n * load(weight + j));
-    }
-    for (; j < size; j++) {
-      float n = in[j] * factor;
-      if (kept) kept[j] = n;
-      result[j] = n * weight[j];
-    }
+    float *result = out + row * size;
+    for (j = 0; j < whole; j += LANES) store(result + j, load(in + j) * factor * load(weight + j));
+    for (; j < size; j++) result[j] = in[j] * factor * weight[j];
   }
 }
 
-/* grad_x [rows, size], or NULL, and grad_weight [size], or NULL */
-void rms_norm_backward(const float *grad, const float *normalized, const float *scale, const float *weight, int64_t rows,
-                       int64_t size, float *grad_x, float *grad_weight) {
-  if (grad_x) {
+/* A row of `rms_norm_backward`. grad_x may be NULL; part: what grad * normalized is added to, or NULL */
+static inline void norm_row_backward(const float *grad, const float *x, float scale, const float *weight, int64_t size,
+                                     float *grad_x, float *part) {
+  int64_t whole = size / LANES * LANES, j;
+  vec products = all(0);
+  for (j = 0; j < whole; j += LANES) {
+    vec own = load(grad + j) * (load(x + j) * scale);
+    products += own * load(weight + j);
+    if (part) store(part + j, load(part + j) + own);
+  }
+  float mean = sum(products);
+  for (; j < size; j++) {
+    float own = grad[j] * (x[j] * scale);
+    mean += own * weight[j];
+    if (part) part[j] += own;
+  }
+  if (!grad_x) return;
+  mean /= size;
+  for (j = 0; j < whole; j += LANES)
+    store(grad_x + j, (load(grad + j) * load(weight + j) - load(x + j) * scale * mean) * scale);
+  for (; j < size; j++) grad_x[j] = (grad[j] * weight[j] - x[j] * scale * mean) * scale;
+}
+
+/* grad_x [rows, size], or NULL, and grad_weight [size], or NULL. Rows are summed in blocks, and blocks in order, on any
+   number of threads. Returns 1 without memory, else 0 */
+int rms_norm_backward(const float *grad, const float *x, const float *scale, const float *weight, int64_t rows,
+                      int64_t size, float *grad_x, float *grad_weight) {
+  int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  float *parts = grad_weight ? calloc(blocks * size + 1, sizeof(float)) : NULL;
+  if (grad_weight && !parts) return 1;
 #pragma omp parallel for if (rows * size > 1 << 15)
-    for (int64_t row = 0; row < rows; row++) {
-      const float *g = grad + row * size, *n = normalized + row * size;
-      int64_t whole = size / LANES * LANES, j;
-      vec products = all(0);
-      for (j = 0; j < whole; j += LANES) products += load(g + j) * load(weight + j) * load(n + j);
-      float mean = sum(products);
-      for (; j < size; j++) mean += g[j] * weight[j] * n[j];
-      mean /= size;
-      float *result = grad_x + row * size, factor = scale[row];
-      for (j = 0; j < whole; j += LANES)
-        store(result + j, (load(g + j) * load(weight + j) - load(n + j) * mean) * factor);
-      for (; j < size; j++) result[j] = (g[j] * weight[j] - n[j] * mean) * factor;
-    }
-  }
-  if (!grad_weight) return;
-  float *part = malloc(size * sizeof(float));
+  for (int64_t block = 0; block < blocks; block++)
+    for (int64_t row = block * ROWS_AT_ONCE; row < least((block + 1) * ROWS_AT_ONCE, rows); row++)
+      norm_row_backward(grad + row * size, x + row * size, scale[row], weight, size,
+                        grad_x ? grad_x + row * size : NULL, parts ? parts + block * size : NULL);
+  if (!grad_weight) return 0;
   memset(grad_weight, 0, size * sizeof(float));
-  for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
-    int64_t end = first + ROWS_AT_ONCE < rows ? first + ROWS_AT_ONCE : rows;
-    memset(part, 0, size * sizeof(float));
-    for (int64_t row = first; row < end; row++)
-      for (int64_t j = 0; j < size; j++) part[j] += grad[row * size + j] * normalized[row * size + j];
-    for (int64_t j = 0; j < size; j++) grad_weight[j] += part[j];
-  }
-  free(part);
+  for (int64_t block = 0; block < blocks; block++)
+    for (int64_t j = 0; j < size; j++) grad_weight[j] += parts[block * size + j];
+  free(parts);
+  return 0;
 }
 
 /* --------------------------------------------------------------------------------------------- rotary embeddings */
+
+/* Of tokens from `first` to `end`, as `rotary`. half and backward are constants where this is called */
+static inline __attribute__((always_inline)) void rotate(const float *x, int64_t head_stride, int64_t token_stride,
+                                                         const float *cos, const float *sin, int64_t heads,
+                                                         int64_t first, int64_t end, const int64_t half,
+                                                         const int backward, float *restrict out) {
+  for (int64_t t = first; t < end; t++) {
+    const float *c1 = cos + t * 2 * half, *s1 = sin + t * 2 * half, *c2 = c1 + half, *s2 = s1 + half;
+    for (int64_t h = 0; h < heads; h++) {
+      const float *a = x + h * head_stride + t * token_stride, *b = a + half;
+      float *restrict low = out + (t * heads + h) * 2 * half, *restrict high = low + half;
+      for (int64_t j = 0; j < half; j++) {
+        low[j] = backward ? a[j] * c1[j] + b[j] * s2[j] : a[j] * c1[j] - b[j] * s1[j];
+        high[j] = backward ? b[j] * c2[j] - a[j] * s1[j] : b[j] * c2[j] + a[j] * s2[j];
+      }
+    }
+  }
+}
+
+#define ROTATE(HALF) \
+  backward ? rotate(x, head_stride, token_stride, cos, sin, heads, first, end, HALF, 1, out) \
+           : rotate(x, head_stride, token_stride, cos, sin, heads, first, end, HALF, 0, out)
 
 /* x: [heads, tokens, 2 * half] with strides; cos, sin: [tokens, 2 * half]; out: [tokens, heads, 2 * half] */
 void rotary(const float *x, int64_t head_stride, int64_t token_stride, const float *cos, const float *sin, int64_t heads,
             int64_t tokens, int64_t half, int backward, float *out) {
 #pragma omp parallel for if (heads * tokens * half > 1 << 14)
-  for (int64_t t = 0; t < tokens; t++) {
-    const float *c1 = cos + t * 2 * half, *s1 = sin + t * 2 * half, *c2 = c1 + half, *s2 = s1 + half;
-    for (int64_t h = 0; h < heads; h++) {
-      const float *a = x + h * head_stride + t * token_stride, *b = a + half;
-      float *low = out + (t * heads + h) * 2 * half, *high = low + half;
-      if (backward)
-        for (int64_t j = 0; j < half; j++) {
-          low[j] = a[j] * c1[j] + b[j] * s2[j];
-          high[j] = b[j] * c2[j] - a[j] * s1[j];
-        }
-      else
-        for (int64_t j = 0; j < half; j++) {
-          low[j] = a[j] * c1[j] - b[j] * s1[j];
-          high[j] = b[j] * c2[j] + a[j] * s2[j];
-        }
+  for (int64_t first = 0; first < tokens; first += ROWS_AT_ONCE) {
+    int64_t end = least(first + ROWS_AT_ONCE, tokens);
+    switch (half) {
+      case 8: ROTATE(8); break;
+      case 16: ROTATE(16); break;
+      case 32: ROTATE(32); break;
+      case 64: ROTATE(64); break;
+      default: ROTATE(half);
     }
   }
 }

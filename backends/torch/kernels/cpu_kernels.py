@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rldsl.backends.torch.kernels.kernel_library import KernelCall, available, library
+from rldsl.backends.torch.kernels.kernel_library import KernelCall, available, check, library
 
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128)  # of `decode_attention`
 UNBOUNDED = 1 << 62  # a window that hides nothing
@@ -31,22 +31,20 @@ def takes(*tensors: torch.Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------------ norms
 
 
-def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float
-               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(n * weight, n, scale) with scale = 1 / sqrt(mean(x^2) + eps) [..., 1] and n = x * scale. x: [..., H]."""
-    out, kept, scale = torch.empty_like(x), torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
-    size = x.shape[-1]
-    library().rms_norm(x.data_ptr(), weight.data_ptr(), scale.numel(), size, eps, out.data_ptr(), kept.data_ptr(),
-                        scale.data_ptr())
-    return out, kept, scale
+def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x * scale * weight, scale) with scale = 1 / sqrt(mean(x^2) + eps) [..., 1]. x: [..., H]."""
+    out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
+    library().rms_norm(x.data_ptr(), weight.data_ptr(), scale.numel(), x.shape[-1], eps, out.data_ptr(),
+                       scale.data_ptr())
+    return out, scale
 
 
-def rms_norm_backward(grad: torch.Tensor, kept: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, of_x: bool,
+def rms_norm_backward(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, of_x: bool,
                       of_weight: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x and of the weight, as far as they are wanted. kept, scale: of `normalized`."""
+    """The gradients of x and of the weight, as far as they are wanted. scale: of `normalized`."""
     grad_x, grad_weight = torch.empty_like(grad) if of_x else None, torch.empty_like(weight) if of_weight else None
-    library().rms_norm_backward(grad.data_ptr(), kept.data_ptr(), scale.data_ptr(), weight.data_ptr(), scale.numel(),
-                                 len(weight), _pointer(grad_x), _pointer(grad_weight))
+    check(library().rms_norm_backward(grad.data_ptr(), x.data_ptr(), scale.data_ptr(), weight.data_ptr(), scale.numel(),
+                                      len(weight), _pointer(grad_x), _pointer(grad_weight)))
     return grad_x, grad_weight
 
 
@@ -56,7 +54,7 @@ def _pointer(x: torch.Tensor | None) -> int | None:
 
 def _rms_norm_call(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> KernelCall:
     size = x.shape[-1]
-    return KernelCall("rms_norm", (x, weight, x.numel() // size, size, eps, out, None, None))
+    return KernelCall("rms_norm", (x, weight, x.numel() // size, size, eps, out, None))
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
