@@ -14,6 +14,10 @@ tokens, so its least time of decoding is scaled by their number.
 least time is the sum of prefill, decoding, forward, backward and update, scaled by the tokens that they sampled.
 TRL is looked for in the interpreter that --peer or the environment variable RLDSL_TRL_PYTHON names.
 
+--ranks N: whole GRPO steps by rldsl on N ranks with one thread each, dp=N; their least time is the mean of the shares
+of the ranks, measured by N processes at once (`bound_ranks.py`), and their time is that of the wall, so nothing else
+may run. Messages are not counted in the least time.
+
 Gates are of the medians over shapes: decode 0.75, training (forward, backward and update) 0.85, a GRPO step 0.8.
 """
 
@@ -26,12 +30,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.bound_least import Decoder, Machine, least_times
+from benchmarks.bound_least import Decoder, Lengths, Machine, least_times
+from benchmarks.bound_ranks import least_of_ranks
 from benchmarks.bound_shapes import Shape, directory, drawn, prompt_lengths
 from benchmarks.bound_sides import Ours, Phases, Transformers, Turn
 from benchmarks.step import measured
@@ -41,6 +46,7 @@ GATES = {"decode": 0.75, "training": 0.85, "step": 0.8}
 TRAINING = ("forward", "backward", "update")
 COLUMNS = ("decode", "prefill", "logprobs", *TRAINING, "training")
 STEP = ("prefill", "decode", *TRAINING)
+RANKS = " ranks"  # what follows their number
 
 
 @dataclass
@@ -50,7 +56,8 @@ class Row:
     least: Phases
     ours: Turn
     theirs: Turn
-    steps: dict[str, float] = field(default_factory=dict)  # system -> least time of a step / its time
+    lengths: Lengths  # of what the least times are
+    steps: dict[str, float] = field(default_factory=dict)  # system, or "N ranks" -> least time of a step / its time
 
     def fraction(self, side: Turn, column: str) -> float:
         """Of the least time."""
@@ -83,26 +90,30 @@ def measure(shape: Shape, path: str, turns: int) -> Row:
         if turn in (0, turns):
             least.append(least_times(machine, ours.lengths(shape.n)))
     return Row(least_of(least), Turn(least_of([t.phases for t in own]), own[-1].tokens),
-               Turn(least_of([t.phases for t in peer]), round(statistics.mean(t.tokens for t in peer))))
+               Turn(least_of([t.phases for t in peer]), round(statistics.mean(t.tokens for t in peer))),
+               ours.lengths(shape.n))
 
 
-def measure_steps(shape: Shape, path: str, row: Row, folder: Path, peer: str, steps: int) -> dict[str, float]:
-    """System -> least time / time of a whole step; prints why there is none."""
+def measure_steps(shape: Shape, path: str, row: Row, folder: Path, peer: str, steps: int, ranks: int
+                  ) -> dict[str, float]:
+    """System -> least time / time of a whole step; prints why there is none. ranks: of ours, besides one; 0: none."""
     (folder / "models").mkdir(parents=True, exist_ok=True)
     if not (folder / "models/sft").exists():
         (folder / "models/sft").symlink_to(path)
     write_data(folder, max(64, shape.prompts), shape.prompt, shape.tokens)
     work = Work("grpo", str(folder), steps + WARM, shape.prompts, shape.n, shape.prompt, shape.tokens)
+    runs = {"ours": (sys.executable, "benchmarks.step_ours", work), "TRL": (peer, "benchmarks.step_trl", work)}
+    if ranks:
+        runs[f"{ranks}{RANKS}"] = (sys.executable, "benchmarks.step_ours", replace(work, ranks=ranks))
     found = {}
-    for system, python, module in (("ours", sys.executable, "benchmarks.step_ours"),
-                                   ("TRL", peer, "benchmarks.step_trl")):
-        times = measured(python, module, work) if python else "no interpreter with TRL is named"
+    for system, (python, module, its_work) in runs.items():
+        times = measured(python, module, its_work) if python else "no interpreter with TRL is named"
         if isinstance(times, str):
             print(f"  {system}: not measured: {times.strip().splitlines()[-1]}", flush=True)
             continue
-        scale = [tokens / row.ours.tokens for tokens in times.tokens]
-        least = sum(row.least[name] for name in STEP)
-        found[system] = max(least * s / t for s, t in zip(scale, times.cpu, strict=True))
+        phases = row.least if its_work.ranks == 1 else least_of_ranks(path, row.lengths, ranks)
+        least, taken = sum(phases[name] for name in STEP), times.cpu if its_work.ranks == 1 else times.wall
+        found[system] = max(least * s / row.ours.tokens / t for s, t in zip(times.tokens, taken, strict=True))
     return found
 
 
@@ -125,6 +136,8 @@ def medians(rows: list[Row]) -> Mapping[str, tuple[float, float, int]]:
     pairs = [(row.steps["ours"], row.steps.get("TRL", 0.0)) for row in rows if "ours" in row.steps]
     if pairs:
         found["step"] = (*map(statistics.median, zip(*pairs, strict=True)), sum(a <= b for a, b in pairs))
+    for name in dict.fromkeys(name for row in rows for name in row.steps if name.endswith(RANKS)):
+        found[name] = (statistics.median(row.steps[name] for row in rows if name in row.steps), 0.0, 0)
     return found
 
 
@@ -137,6 +150,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--step", action="store_true", help="whole GRPO steps, too")
     parser.add_argument("--peer", default=os.environ.get("RLDSL_TRL_PYTHON", ""), help="interpreter that has trl")
+    parser.add_argument("--ranks", type=int, default=0, help="whole GRPO steps on so many ranks, too")
     parser.add_argument("--model", help="a model directory instead of drawn shapes")
     for name, value in (("prompts", 8), ("n", 4), ("prompt", 32), ("tokens", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -152,14 +166,15 @@ def main() -> int:
                 continue
             path = str(Path(given.model).resolve()) if given.model else directory(shape, Path(place) / f"model{i}")
             row = measure(shape, path, given.turns)
-            if given.step:
-                row.steps = measure_steps(shape, path, row, Path(place) / f"step{i}", given.peer, given.turns)
+            if given.step or given.ranks:
+                row.steps = measure_steps(shape, path, row, Path(place) / f"step{i}", given.peer, given.turns,
+                                          given.ranks)
             show(shape, Decoder.of(path).parameters, row)
             rows.append(row)
     missed = 0
     print(f"median of {len(rows)}; transformers' (of whole steps: TRL's); shapes in which ours is not the higher")
     for column, (own, peer, lower) in medians(rows).items():
-        gate = GATES.get(column)
+        gate = GATES.get("step" if column.endswith(RANKS) else column)
         missed += gate is not None and own < gate
         print(f"  {column:10}{own:6.2f}{peer:6.2f}{lower:4}" + (f"  gate {gate}{'' if own >= gate else ' MISSED'}"
                                                               if gate else ""))

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.step_work import Clock, Times, Work, serve, share_of_digits
@@ -72,13 +76,49 @@ flow sft(steps=steps, seed=1) {
 """
 
 
+RANK = "STEP_OURS_RANK"  # environment variable of ranks other than 0
+
+
 def run(work: Work) -> Times:
-    """Compiled and executed in this process; users' functions are called in two workers, as on this machine."""
+    """Executed in this process, and in one for each other rank; users' functions are called in two workers, as on this
+    machine."""
+    plan, rank = Path(work.folder) / f"{work.name.partition(' ')[0]}.plan", int(os.environ.get(RANK, "0"))
+    others = []
+    if rank == 0:
+        plan.write_bytes(compiled(work))
+        others = [subprocess.Popen([sys.executable, "-m", "benchmarks.step_ours", json.dumps(asdict(work))],
+                                   env=os.environ | {RANK: str(i)}, stdout=subprocess.DEVNULL)
+                  for i in range(1, work.ranks)]
+    try:
+        times = execute_plan(work, plan, rank)
+        if any([other.wait() for other in others]):
+            raise RuntimeError("another rank failed")
+    finally:
+        for other in others:
+            other.kill()
+    return times
+
+
+def compiled(work: Work) -> bytes:
+    """The plan."""
+    from rldsl import api
+    from rldsl.plan.codec import encode
+
+    text = {"grpo": GRPO_REF if work.ref else GRPO, "ppo": PPO, "sft": SFT}[work.name.partition(" ")[0]]
+    if work.ranks > 1:
+        text += f"place *.* on mesh(0:{work.ranks}) dp={work.ranks}\n"
+    program = Path(work.folder) / f"{work.name.partition(' ')[0]}.rlf"
+    program.write_text(text)
+    program.with_name("digits.py").write_text(REWARD)
+    asked = dict(base=work.base, rm=work.rm, data=f"{work.folder}/data", steps=work.steps, batch=work.batch, n=work.n,
+                 longest=work.prompt, tokens=work.tokens, updates=work.updates, lr=work.lr)
+    return encode(api.compile(str(program), asked))
+
+
+def execute_plan(work: Work, plan: Path, rank: int) -> Times:
     import torch
     import torch.distributed as dist
 
-    from rldsl import api
-    from rldsl.plan.codec import encode
     from rldsl.plan.events import Loop
     from rldsl.runtime.interpreter.interpreter import Interpreter, execute
     from rldsl.runtime.interpreter.options import Options
@@ -86,13 +126,6 @@ def run(work: Work) -> Times:
 
     torch.set_num_threads(1)
     folder, clock = Path(work.folder), Clock()
-    text = {"grpo": GRPO_REF if work.ref else GRPO, "ppo": PPO, "sft": SFT}[work.name.partition(" ")[0]]
-    program = folder / f"{work.name.partition(' ')[0]}.rlf"
-    program.write_text(text)
-    (folder / "digits.py").write_text(REWARD)
-    asked = dict(base=work.base, rm=work.rm, data=f"{work.folder}/data", steps=work.steps, batch=work.batch, n=work.n,
-                 longest=work.prompt, tokens=work.tokens, updates=work.updates, lr=work.lr)
-    plan = encode(api.compile(str(program), asked))
 
     class Timed(Interpreter):
         def iterate(self, loop: Loop) -> Iterator[int]:
@@ -104,9 +137,10 @@ def run(work: Work) -> Times:
             if steps:
                 clock.mark()
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore() if work.ranks == 1 else dist.FileStore(str(folder / "store"), work.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=work.ranks)
     out = folder / "ours"
-    execute(PlanFile.from_bytes(plan, program.name), out,
+    execute(PlanFile.from_bytes(plan.read_bytes(), plan.name), out,
             options=Options(overwrite=True, reward_workers=2, allow_write=(work.folder,)),
             run=lambda walk: Timed(walk.state, walk.items, walk.recorder, walk.profiler).run())
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ CHARACTERS = "0123456789+-*=abcdefghijklmnopqrstuvwxyz ?.,"
 class Work:
     """folder: with models/sft, models/rm, data/prompts.jsonl and data/answers.jsonl. batch: prompts, or answers of sft,
     a step. n: samples of each prompt. prompt, tokens: the most tokens of a prompt and of a response. updates: optimizer
-    steps a step. ref: whether GRPO has a reference model."""
+    steps a step. ref: whether GRPO has a reference model. ranks: processes with one thread each, of data parallelism."""
 
     name: str
     folder: str
@@ -36,6 +36,7 @@ class Work:
     ref: bool = False
     lr: float = 1e-5
     seed: int = 1
+    ranks: int = 1
 
     @property
     def base(self) -> str:

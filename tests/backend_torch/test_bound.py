@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bound
 from benchmarks.bound_least import ADAMW_TRANSFERS, WAYS, Decoder, Lengths, Machine, decode_time, least_times
+from benchmarks.bound_ranks import least_of_ranks, shares
 from benchmarks.bound_shapes import LARGEST, SMALLEST, Shape, drawn, parameters, prompt_lengths
 from benchmarks.bound_sides import Turn
 from tests.tiny import make_model
@@ -164,14 +165,31 @@ def test_estimated_parameters_are_those_of_the_model(tmp_path: Path) -> None:
 def test_fractions_and_gates(capsys: pytest.CaptureFixture[str]) -> None:
     phases = dict(decode=2.0, prefill=1.0, logprobs=1.0, forward=1.0, backward=2.0, update=1.0)
     row = bound.Row({k: v / 2 for k, v in phases.items()}, Turn(phases, 100), Turn(phases, 50),
-                    {"ours": 0.9, "TRL": 0.3})
+                    Lengths((5,), 1, (1,)), {"ours": 0.9, "TRL": 0.3, "2 ranks": 0.7})
     assert row.fraction(row.ours, "decode") == row.fraction(row.ours, "training") == 0.5
     assert row.fraction(row.theirs, "decode") == 0.25 and row.fraction(row.theirs, "backward") == 0.5
     found = bound.medians([row])
     assert found["decode"] == (0.5, 0.25, 0) and found["training"] == (0.5, 0.5, 1) and found["step"] == (0.9, 0.3, 0)
+    assert found["2 ranks"][0] == 0.7
     assert bound.least_of([dict(a=1.0, b=3.0), dict(a=2.0, b=2.0)]) == dict(a=1.0, b=2.0)
     bound.show(Shape({}, 1, 1, 1, 1), 10, row)
     assert "ours 0.90   TRL 0.30" in capsys.readouterr().out
+
+
+def test_shares_of_ranks() -> None:
+    """Each prompt with all its responses is in one."""
+    lengths = Lengths((5, 2, 7), 2, (1, 4, 3, 0, 2, 6))
+    assert shares(lengths, 1) == [lengths]
+    assert shares(lengths, 2) == [Lengths((5,), 2, (1, 4)), Lengths((2, 7), 2, (3, 0, 2, 6))]
+    assert sum(s.tokens for s in shares(lengths, 3)) == lengths.tokens
+
+
+@pytest.mark.thorough
+def test_ranks_measure_at_once(tmp_path: Path) -> None:
+    path = str(make_model(tmp_path, "llama"))
+    found = least_of_ranks(path, Lengths((6, 5), 2, (5, 5, 5, 5)), 2)
+    assert found.keys() == {"decode", "prefill", "logprobs", "forward", "backward", "update"}
+    assert all(seconds > 0 for seconds in found.values())
 
 
 @pytest.mark.thorough

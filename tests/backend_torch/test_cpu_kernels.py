@@ -58,7 +58,7 @@ def test_norms_of_many_rows_with_one_gradient() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("half", [1, 4, 8, 24, 32])
+@pytest.mark.parametrize("half", [1, 4, 8, 16, 24, 32, 64])
 def test_rotary(half: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 6, 5, 2 * half).transpose(1, 2).requires_grad_()
     cos, sin = torch.randn(2, 1, 6, 2 * half)

@@ -113,12 +113,14 @@ def test_a_rounded_lookup() -> None:
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("chunk", [16, 1024])
-def test_heads(entropy: bool, chunk: int) -> None:
-    """A head that an embedding shares, as of tied models."""
-    weight = nn.Parameter(torch.randn(VOCAB, HIDDEN))
-    ids, targets = torch.randint(VOCAB, (40,)), torch.randint(VOCAB, (40,))
-    embedding = CpuEmbedding(VOCAB, HIDDEN)
+@pytest.mark.parametrize(("words", "chunk"), [(VOCAB, 16), (VOCAB, 1024), (5000, 1024)])
+def test_heads(entropy: bool, words: int, chunk: int) -> None:
+    """A head that an embedding shares, as of tied models. Where it has many rows, its gradient is made in the order of
+    columns on some machines. Some targets are there more than once."""
+    weight = nn.Parameter(torch.randn(words, HIDDEN))
+    ids, targets = torch.randint(words, (40,)), torch.randint(words, (40,))
+    targets[20:] = targets[:20]
+    embedding = CpuEmbedding(words, HIDDEN)
     embedding.weight = weight
 
     def loss() -> torch.Tensor:
@@ -130,6 +132,6 @@ def test_heads(entropy: bool, chunk: int) -> None:
         total = logprobs.gather(1, targets[:, None]).sum()
         return total - (logprobs.exp() * logprobs).sum() if entropy else total
 
-    start = torch.randn(VOCAB, HIDDEN)
+    start = torch.randn(words, HIDDEN)
     for before in (None, start):
         torch.testing.assert_close(grads(loss, weight, before), grads(plain, weight, before), rtol=1e-4, atol=1e-4)

@@ -285,7 +285,7 @@ def _factors_of_weights(weights: torch.Tensor, sums: torch.Tensor, targets: torc
 
 def _add_to_held(total: torch.Tensor | None, grad: torch.Tensor, of_targets: Sequence[tuple[torch.Tensor, torch.Tensor]]
                  ) -> torch.Tensor | None:
-    """Add a gradient [V, H], and to some of its rows those of `of_targets`, to the one that the parameter holds; without
+    """Add a gradient [V, H], and rows of `of_targets` to some of its rows, to the one that the parameter holds; without
     one, return the sum. Rows are added where they are contiguous: `grad` may have the order of columns, in which each
     number of a row is elsewhere in memory."""
     if total is None and not of_targets:
