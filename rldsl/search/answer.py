@@ -28,6 +28,8 @@ MAX_TRIES = 4  # with a growing reserve of memory, where the estimate was too lo
 MAX_PROOFS = 3  # times that a search continues after simulation
 MAX_NEIGHBORS = 8  # neighbors of the best that are compiled, where the estimate says that they are faster
 MAX_CLUSTER_NODES = 1 << 11
+MOST_MEMORY = 1 << 6  # times that of a device: up to here the memory is sought that would be enough
+MEMORY_STEP = 1.05  # ratio of it to what is not enough
 Mode = Literal["heuristic", "search"]
 
 
@@ -201,7 +203,8 @@ def distinct_evaluations(best: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]
 
 
 def nothing_fits_error(problem: Problem, cluster: Cluster) -> Failure:
-    """RL0402, with the smallest number of nodes on which something fits, or other help where nothing does."""
+    """RL0402, with the smallest number of nodes on which something fits, or other help where nothing does, and with the
+    memory that devices would need."""
     many = f"{problem.cluster.world} device{'s' * (problem.cluster.world > 1)} of {human(problem.memory)}"
     span = problem.graph.cluster.span if problem.graph.cluster else None
     help = "use larger devices or shorter sequences"
@@ -212,6 +215,8 @@ def nothing_fits_error(problem: Problem, cluster: Cluster) -> Failure:
         help = f"a placement exists if the search may also place {', '.join(names)}"
     elif nodes := smallest_num_nodes(problem):
         help = f"the smallest cluster that fits: {nodes} nodes of this type, {nodes * cluster.gpus} devices"
+    if needed := enough_memory(problem):
+        help += f". With about {human(needed)} on each device a placement fits"
     if span is not None:
         return fail("RL0402", f"no placement fits {many}", span, "every placement needs more memory", help=help)
     return fail("RL0402", f"no placement fits {many}", place=cluster.name, help=help)
@@ -219,8 +224,25 @@ def nothing_fits_error(problem: Problem, cluster: Cluster) -> Failure:
 
 def fits_on_nodes(problem: Problem, nodes: int) -> bool:
     """Whether something fits on this number of nodes if the program fixes no call."""
-    larger = replace(problem, cluster=replace(problem.cluster, nodes=nodes), fixed={})
-    return greedy_evaluation(Evaluator(larger, problem.memory // 100)) is not None
+    return _fits(replace(problem, cluster=replace(problem.cluster, nodes=nodes), fixed={}))
+
+
+def _fits(problem: Problem) -> bool:
+    return greedy_evaluation(Evaluator(problem, problem.memory // 100)) is not None
+
+
+def enough_memory(problem: Problem) -> int:
+    """Bytes per device with which something fits on these ranks, at most `MEMORY_STEP` times what is not enough; 0:
+    none up to `MOST_MEMORY` times what there is."""
+    low, high = float(problem.memory), 2.0 * problem.memory
+    while not _fits(replace(problem, memory=int(high))):
+        low, high = high, 2 * high
+        if high > MOST_MEMORY * problem.memory:
+            return 0
+    while high > MEMORY_STEP * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if _fits(replace(problem, memory=int(middle))) else (middle, high)
+    return int(high)
 
 
 def smallest_num_nodes(problem: Problem) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -308,6 +309,10 @@ def test_too_small_a_cluster_says_how_many_nodes_it_would_take() -> None:
     said = rlc("search", "grpo.rlf", "--cluster", "two.yaml", "--memory", "10")
     assert said.exit_code == 1 and "RL0402" in said.output
     assert "2 devices of" in said.output and "the smallest cluster that fits:" in said.output, said.output
+    gib = float(re.search(r"With about ([\d.]+) GiB on each device", said.output)[1])  # type: ignore[index]
+    for gb, fits in ((gib * 1.0738, True), (gib * 1.0737 / 1.06, False)):
+        again = rlc("search", "grpo.rlf", "--cluster", "two.yaml", "--memory", f"{gb:.3f}")
+        assert (again.exit_code == 0) == fits and ("RL0402" in again.output) != fits, again.output
 
 
 def test_what_is_kept_may_be_what_does_not_fit() -> None:

@@ -119,7 +119,7 @@ static void take_keys(Work *w, const Segment *s, Heads k, Heads v, int64_t head,
             w->values + s->prefixed * w->value_width);
 }
 
-/* A block of queries: the places of its first query and of its first key, and what one sees */
+/* A block of queries: their number, the place of the first one in its sequence, and how many keys one sees at most */
 typedef struct {
   int64_t rows, place, window;
 } QueryBlock;
@@ -214,7 +214,7 @@ static void weigh(float *scores, QueryBlock b, float *factors, float *normalizer
       peak = larger(load(own + key * QUERIES), peak);
       more = larger(load(own + (key + 1) * QUERIES), more);
     }
-    peak = larger(load(own + (seen.end - 1) * QUERIES), larger(peak, more));
+    peak = larger(load(own + (seen.end - 1) * QUERIES), larger(peak, more)); /* an odd one is left */
     for (key = seen.first; key < seen.end; key++) {
       vec weight = vexp(load(own + key * QUERIES) - peak);
       total += weight;
