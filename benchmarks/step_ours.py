@@ -100,7 +100,7 @@ def run(work: Work) -> Times:
 
 
 def compiled(work: Work) -> bytes:
-    """The plan."""
+    """The plan of the work's program, which is written to its folder."""
     from rldsl import api
     from rldsl.plan.codec import encode
 
@@ -116,6 +116,7 @@ def compiled(work: Work) -> bytes:
 
 
 def execute_plan(work: Work, plan: Path, rank: int) -> Times:
+    """As one rank of it. Returns the times of this rank's steps."""
     import torch
     import torch.distributed as dist
 

@@ -228,6 +228,7 @@ def fits_on_nodes(problem: Problem, nodes: int) -> bool:
 
 
 def _fits(problem: Problem) -> bool:
+    """Whether the greedy search finds something."""
     return greedy_evaluation(Evaluator(problem, problem.memory // 100)) is not None
 
 

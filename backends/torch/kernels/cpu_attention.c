@@ -102,14 +102,14 @@ static void copy_rows(const float *from, int64_t token, int64_t n, int64_t size,
 }
 
 /* rows [n, size] that are `token` apart -> out [size, QUERIES]; columns up to a multiple of COLUMNS are 0 */
-static void turn(const float *from, int64_t token, int64_t n, int64_t size, float *out) {
+static void transpose_rows(const float *from, int64_t token, int64_t n, int64_t size, float *out) {
   for (int64_t first = 0; first < up(n); first += LANES)
     for (int64_t j = 0; j < size; j += LANES)
       transpose(from + first * token + j, token, n - first, least(LANES, size - j), out + j * QUERIES + first, QUERIES,
                 LANES);
 }
 
-/* Keys have the scale of the scores */
+/* Copies of a segment's keys and values, its prefix first; keys are multiplied with the scale of the scores */
 static void take_keys(Work *w, const Segment *s, Heads k, Heads v, int64_t head, float scale) {
   const float *keys = k.data + head * k.head, *values = v.data + head * v.head;
   copy_rows(keys + s->prefix * k.token, k.token, s->prefixed, w->size, w->width, scale, w->keys);
@@ -175,6 +175,7 @@ static void add_sums(const float *weights, const float *x, int64_t width, QueryB
   }
 }
 
+/* Zeros before and behind what LANES queries see, as `add_sums` wants them. table: from the column of the first on */
 static void clear(float *table, Keys seen, QueryBlock b) {
   int64_t first = first_seen(b, 0), before = seen.first - (ROWS - 1), behind = seen.end + (ROWS - 1);
   for (int64_t key = before > first ? before : first; key < seen.first; key++) store(table + key * QUERIES, all(0));
@@ -182,7 +183,7 @@ static void clear(float *table, Keys seen, QueryBlock b) {
 }
 
 /* Which of the LANES queries from `row` on see a key */
-static inline ivec sees(QueryBlock b, int64_t row, int64_t key) {
+static inline ivec visible(QueryBlock b, int64_t row, int64_t key) {
   ivec lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   int64_t from = key - b.place - row, to = least(b.window, LANES - from) + from;
@@ -190,7 +191,7 @@ static inline ivec sees(QueryBlock b, int64_t row, int64_t key) {
 }
 
 /* Scores that LANES queries from `row` on do not see become -infinity, of which exp is 0. table: from column `row` on */
-static inline void hide(float *table, Keys seen, QueryBlock b, int64_t row) {
+static inline void mask(float *table, Keys seen, QueryBlock b, int64_t row) {
   int64_t whole = first_seen(b, row + LANES - 1), last = b.place + row; /* all see whole..last */
   for (int64_t key = seen.first; key < seen.end; key++) {
     if (key >= whole && key <= last) {
@@ -198,16 +199,16 @@ static inline void hide(float *table, Keys seen, QueryBlock b, int64_t row) {
       continue;
     }
     float *at = table + key * QUERIES;
-    store(at, select(sees(b, row, key), load(at), all(-INFINITY)));
+    store(at, select(visible(b, row, key), load(at), all(-INFINITY)));
   }
 }
 
 /* Scores become exp(score - largest of the query). factors: 1 / sum over keys; normalizers: log(sum of exp(score)) */
-static void weigh(float *scores, QueryBlock b, float *factors, float *normalizers) {
+static void softmax(float *scores, QueryBlock b, float *factors, float *normalizers) {
   for (int64_t row = 0; row < b.rows; row += LANES) {
     Keys seen = seen_by(b, row / COLUMNS * COLUMNS);
     float *own = scores + row;
-    hide(own, seen, b, row);
+    mask(own, seen, b, row);
     vec peak = load(own + seen.first * QUERIES), more = peak, total = all(0);
     int64_t key = seen.first;
     for (; key + 1 < seen.end; key += 2) {
@@ -225,13 +226,14 @@ static void weigh(float *scores, QueryBlock b, float *factors, float *normalizer
   }
 }
 
-/* Scores become probabilities, and their gradients those of scores before. normalizers: log(sum of exp(score)) */
-static void weigh_backward(float *scores, float *slopes, QueryBlock b, const float *normalizers) {
+/* Scores become probabilities w, and slopes, which are the gradients of these, those of the scores: w * (slope - sum over
+   keys of w * slope). normalizers: log(sum of exp(score)) */
+static void softmax_backward(float *scores, float *slopes, QueryBlock b, const float *normalizers) {
   for (int64_t row = 0; row < b.rows; row += LANES) {
     Keys seen = seen_by(b, row / COLUMNS * COLUMNS);
     float *own = scores + row, *slope = slopes + row;
     vec normalizer = load(normalizers + row), mean = all(0);
-    hide(own, seen, b, row);
+    mask(own, seen, b, row);
     for (int64_t key = seen.first; key < seen.end; key++) {
       vec weight = vexp(load(own + key * QUERIES) - normalizer);
       mean += weight * load(slope + key * QUERIES);
@@ -249,9 +251,9 @@ static void forward_segment(Work *w, const Segment *s, Heads q, int64_t head, in
     QueryBlock b = {least(QUERIES, s->queries - done), s->prefixed + done, window};
     int64_t row = s->query + done;
     float factors[QUERIES], logs[QUERIES];
-    turn(q.data + head * q.head + row * q.token, q.token, b.rows, w->size, w->queries_across);
+    transpose_rows(q.data + head * q.head + row * q.token, q.token, b.rows, w->size, w->queries_across);
     products(w->keys, w->width, w->size, w->queries_across, b, w->scores);
-    weigh(w->scores, b, factors, logs);
+    softmax(w->scores, b, factors, logs);
     sums(w->scores, w->values, w->value_width, b, w->result);
     for (int64_t r = 0; r < b.rows; r++) {
       int64_t at = (row + r) * heads + head;
@@ -271,11 +273,11 @@ static void backward_segment(Work *w, const Segment *s, Heads q, Heads grad, int
     for (int64_t r = 0; r < b.rows; r++) logs[r] = normalizers[(row + r) * heads + head];
     copy_rows(queries, q.token, b.rows, w->size, w->width, 1, w->queries);
     copy_rows(grads, grad.token, b.rows, w->value_size, w->value_width, 1, w->grads);
-    turn(queries, q.token, b.rows, w->size, w->queries_across);
-    turn(grads, grad.token, b.rows, w->value_size, w->grads_across);
+    transpose_rows(queries, q.token, b.rows, w->size, w->queries_across);
+    transpose_rows(grads, grad.token, b.rows, w->value_size, w->grads_across);
     products(w->keys, w->width, w->size, w->queries_across, b, w->scores);
     products(w->values, w->value_width, w->value_size, w->grads_across, b, w->slopes);
-    weigh_backward(w->scores, w->slopes, b, logs);
+    softmax_backward(w->scores, w->slopes, b, logs);
     add_sums(w->scores, w->grads, w->value_width, b, w->grad_values);
     add_sums(w->slopes, w->queries, w->width, b, w->grad_keys);
     sums(w->slopes, w->keys, w->width, b, w->result);

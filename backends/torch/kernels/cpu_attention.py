@@ -2,8 +2,8 @@
 
 In: float32 queries, keys and values of a packed row, and its segments: runs of queries, which see their own keys and
 perhaps those of a prefix (a prompt that several responses have). Out: what they attend to. Nothing is padded or copied
-into a grid, and a prefix is read where it is by each segment that has it. For the gradient the arguments
-and one number of each query and head are kept; probabilities are computed again.
+into a grid, and a prefix is read where it is by each segment that has it. For the gradient the arguments and one number
+of each query and head are kept; probabilities are computed again.
 """
 
 from __future__ import annotations

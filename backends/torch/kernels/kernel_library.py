@@ -137,6 +137,6 @@ def _bits(x: float) -> int:
 
 
 def check(failed: object) -> None:
-    """failed: what a kernel returns, None if it cannot fail."""
+    """failed: what a kernel returns, None if it cannot fail. Errors: MemoryError if it has failed."""
     if failed:
         raise MemoryError("no memory for what a kernel computes with")
