@@ -190,7 +190,7 @@ static inline ivec visible(QueryBlock b, int64_t row, int64_t key) {
   return (lane >= (int32_t)from) & (lane < (int32_t)to);
 }
 
-/* Scores that LANES queries from `row` on do not see become -infinity, of which exp is 0. table: from column `row` on */
+/* Scores that LANES queries from `row` on do not see become -infinity, of which exp is 0. table: from that column on */
 static inline void mask(float *table, Keys seen, QueryBlock b, int64_t row) {
   int64_t whole = first_seen(b, row + LANES - 1), last = b.place + row; /* all see whole..last */
   for (int64_t key = seen.first; key < seen.end; key++) {
@@ -226,8 +226,8 @@ static void softmax(float *scores, QueryBlock b, float *factors, float *normaliz
   }
 }
 
-/* Scores become probabilities w, and slopes, which are the gradients of these, those of the scores: w * (slope - sum over
-   keys of w * slope). normalizers: log(sum of exp(score)) */
+/* Scores become probabilities w, and slopes, which are the gradients of these, those of the scores:
+   w * (slope - sum over keys of w * slope). normalizers: log(sum of exp(score)) */
 static void softmax_backward(float *scores, float *slopes, QueryBlock b, const float *normalizers) {
   for (int64_t row = 0; row < b.rows; row += LANES) {
     Keys seen = seen_by(b, row / COLUMNS * COLUMNS);
@@ -263,12 +263,13 @@ static void forward_segment(Work *w, const Segment *s, Heads q, int64_t head, in
   }
 }
 
-static void backward_segment(Work *w, const Segment *s, Heads q, Heads grad, int64_t head, int64_t heads, int64_t window,
-                             const float *normalizers, float *grad_q) {
+static void backward_segment(Work *w, const Segment *s, Heads q, Heads grad, int64_t head, int64_t heads,
+                             int64_t window, const float *normalizers, float *grad_q) {
   for (int64_t done = 0; done < s->queries; done += QUERIES) {
     QueryBlock b = {least(QUERIES, s->queries - done), s->prefixed + done, window};
     int64_t row = s->query + done;
-    const float *queries = q.data + head * q.head + row * q.token, *grads = grad.data + head * grad.head + row * grad.token;
+    const float *queries = q.data + head * q.head + row * q.token;
+    const float *grads = grad.data + head * grad.head + row * grad.token;
     float logs[QUERIES] = {0};
     for (int64_t r = 0; r < b.rows; r++) logs[r] = normalizers[(row + r) * heads + head];
     copy_rows(queries, q.token, b.rows, w->size, w->width, 1, w->queries);

@@ -5,7 +5,7 @@
 #include "cpu_vectors.h"
 
 #define BLOCK 256 /* tokens of the vocabulary whose weights are summed in float32 */
-#define ROWS_AT_ONCE 64 /* that a thread takes. Their products are summed before they are added to a weight's gradient */
+#define ROWS_AT_ONCE 64 /* that a thread takes; their products are summed and then added to a weight's gradient */
 
 /* ---------------------------------------------------------------------------------------------------------- norms */
 
