@@ -20,7 +20,7 @@ from rldsl.files import cache_folder
 
 COMPILER = "cc"
 FAST_FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
-              "-ffp-contract=fast", "-fopenmp")
+              "-ffp-contract=fast", "-fno-tree-vectorize", "-fno-tree-slp-vectorize", "-fopenmp")
 PROCESSOR = (b"vendor_id", b"cpu family", b"model\t", b"flags", b"Features")  # lines of /proc/cpuinfo
 
 

@@ -94,11 +94,9 @@ static int begin(Work *w, int64_t longest, int64_t size, int64_t value_size, int
 /* rows [n, size] that are `token` apart -> out [n, size] with rows of `width`; times `factor` */
 static void copy_rows(const float *from, int64_t token, int64_t n, int64_t size, int64_t width, float factor,
                       float *out) {
-  for (int64_t t = 0; t < n; t++) {
-    int64_t j = 0;
-    for (; j + LANES <= size; j += LANES) store(out + t * width + j, load(from + t * token + j) * factor);
-    for (; j < size; j++) out[t * width + j] = from[t * token + j] * factor;
-  }
+  for (int64_t t = 0; t < n; t++)
+    for (int64_t j = 0; j < size; j += LANES)
+      store_up_to(out + t * width + j, load_up_to(from + t * token + j, size - j) * factor, size - j);
 }
 
 /* rows [n, size] that are `token` apart -> out [size, QUERIES]; columns up to a multiple of COLUMNS are 0 */
@@ -184,8 +182,7 @@ static void clear(float *table, Keys seen, QueryBlock b) {
 
 /* Which of the LANES queries from `row` on see a key */
 static inline ivec visible(QueryBlock b, int64_t row, int64_t key) {
-  ivec lane;
-  for (int i = 0; i < LANES; i++) lane[i] = i;
+  const ivec lane = {NUMBERS};
   int64_t from = key - b.place - row, to = least(b.window, LANES - from) + from;
   return (lane >= (int32_t)from) & (lane < (int32_t)to);
 }
@@ -290,10 +287,8 @@ static void backward_segment(Work *w, const Segment *s, Heads q, Heads grad, int
    set, those of its prefix, which its owner has set, are added */
 static void give(const Segment *s, const float *x, int64_t width, int64_t size, float factor, int64_t head,
                  int64_t kv_heads, float *to) {
-  for (int64_t t = 0; t < s->prefixed; t++) {
-    float *at = to + ((s->prefix + t) * kv_heads + head) * size;
-    for (int64_t j = 0; j < size; j++) at[j] += x[t * width + j] * factor;
-  }
+  for (int64_t t = 0; t < s->prefixed; t++)
+    add_to(x + t * width, size, factor, to + ((s->prefix + t) * kv_heads + head) * size);
   copy_rows(x + s->prefixed * width, width, s->queries, size, kv_heads * size, factor,
             to + (s->query * kv_heads + head) * size);
 }

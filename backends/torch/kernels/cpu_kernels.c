@@ -14,46 +14,39 @@ void rms_norm(const float *x, const float *weight, int64_t rows, int64_t size, f
 #pragma omp parallel for if (rows * size > 1 << 15)
   for (int64_t row = 0; row < rows; row++) {
     const float *in = x + row * size;
-    int64_t whole = size / LANES * LANES, j = 0;
     vec squares = all(0), more = all(0);
+    int64_t j = 0;
     for (; j + 2 * LANES <= size; j += 2 * LANES) {
       vec a = load(in + j), b = load(in + j + LANES);
       squares += a * a, more += b * b;
     }
-    for (; j < whole; j += LANES) squares += load(in + j) * load(in + j);
-    if (whole < size) {
-      vec a = load_some(in + whole, size - whole, 0);
-      more += a * a;
+    for (; j < size; j += LANES) {
+      vec a = load_up_to(in + j, size - j);
+      squares += a * a;
     }
     float factor = 1.0f / sqrtf(sum(squares + more) / size + eps);
     if (scale) scale[row] = factor;
     float *result = out + row * size;
-    for (j = 0; j < whole; j += LANES) store(result + j, load(in + j) * factor * load(weight + j));
-    for (; j < size; j++) result[j] = in[j] * factor * weight[j];
+    for (j = 0; j < size; j += LANES)
+      store_up_to(result + j, load_up_to(in + j, size - j) * factor * load_up_to(weight + j, size - j), size - j);
   }
 }
 
 /* A row of `rms_norm_backward`. grad_x may be NULL; part: what grad * normalized is added to, or NULL */
 static inline void norm_row_backward(const float *grad, const float *x, float scale, const float *weight, int64_t size,
                                      float *grad_x, float *part) {
-  int64_t whole = size / LANES * LANES, j;
   vec products = all(0);
-  for (j = 0; j < whole; j += LANES) {
-    vec own = load(grad + j) * (load(x + j) * scale);
-    products += own * load(weight + j);
-    if (part) store(part + j, load(part + j) + own);
-  }
-  float mean = sum(products);
-  for (; j < size; j++) {
-    float own = grad[j] * (x[j] * scale);
-    mean += own * weight[j];
-    if (part) part[j] += own;
+  for (int64_t j = 0; j < size; j += LANES) {
+    vec own = load_up_to(grad + j, size - j) * (load_up_to(x + j, size - j) * scale);
+    products += own * load_up_to(weight + j, size - j);
+    if (part) store_up_to(part + j, load_up_to(part + j, size - j) + own, size - j);
   }
   if (!grad_x) return;
-  mean /= size;
-  for (j = 0; j < whole; j += LANES)
-    store(grad_x + j, (load(grad + j) * load(weight + j) - load(x + j) * scale * mean) * scale);
-  for (; j < size; j++) grad_x[j] = (grad[j] * weight[j] - x[j] * scale * mean) * scale;
+  float mean = sum(products) / size;
+  for (int64_t j = 0; j < size; j += LANES) {
+    vec of_normalized = load_up_to(grad + j, size - j) * load_up_to(weight + j, size - j);
+    store_up_to(grad_x + j, (of_normalized - load_up_to(x + j, size - j) * scale * mean) * scale, size - j);
+  }
 }
 
 /* grad_x [rows, size], or NULL, and grad_weight [size], or NULL. Rows are summed in blocks, and blocks in order, on any
@@ -71,7 +64,7 @@ int rms_norm_backward(const float *grad, const float *x, const float *scale, con
   if (!grad_weight) return 0;
   memset(grad_weight, 0, size * sizeof(float));
   for (int64_t block = 0; block < blocks; block++)
-    for (int64_t j = 0; j < size; j++) grad_weight[j] += parts[block * size + j];
+    add_to(parts + block * size, size, 1, grad_weight);
   free(parts);
   return 0;
 }
@@ -82,15 +75,19 @@ int rms_norm_backward(const float *grad, const float *x, const float *scale, con
 static inline __attribute__((always_inline)) void rotate(const float *x, int64_t head_stride, int64_t token_stride,
                                                          const float *cos, const float *sin, int64_t heads,
                                                          int64_t first, int64_t end, const int64_t half,
-                                                         const int backward, float *restrict out) {
+                                                         const int backward, float *out) {
   for (int64_t t = first; t < end; t++) {
     const float *c1 = cos + t * 2 * half, *s1 = sin + t * 2 * half, *c2 = c1 + half, *s2 = s1 + half;
     for (int64_t h = 0; h < heads; h++) {
-      const float *a = x + h * head_stride + t * token_stride, *b = a + half;
-      float *restrict low = out + (t * heads + h) * 2 * half, *restrict high = low + half;
-      for (int64_t j = 0; j < half; j++) {
-        low[j] = backward ? a[j] * c1[j] + b[j] * s2[j] : a[j] * c1[j] - b[j] * s1[j];
-        high[j] = backward ? b[j] * c2[j] - a[j] * s1[j] : b[j] * c2[j] + a[j] * s2[j];
+      const float *low = x + h * head_stride + t * token_stride, *high = low + half;
+      float *result = out + (t * heads + h) * 2 * half;
+      for (int64_t j = 0; j < half; j += LANES) {
+        int64_t n = half - j;
+        vec a = load_up_to(low + j, n), b = load_up_to(high + j, n);
+        vec ac = a * load_up_to(c1 + j, n), bc = b * load_up_to(c2 + j, n);
+        vec s = load_up_to(s1 + j, n), other = load_up_to(s2 + j, n);
+        store_up_to(result + j, backward ? ac + b * other : ac - b * s, n);
+        store_up_to(result + half + j, backward ? bc - a * s : bc + a * other, n);
       }
     }
   }
@@ -122,13 +119,8 @@ void rotary(const float *x, int64_t head_stride, int64_t token_stride, const flo
 void gated_product(const float *gate, const float *up, int64_t count, float *out) {
 #pragma omp parallel for if (count > 1 << 14)
   for (int64_t j = 0; j < count; j += LANES) {
-    int64_t n = count - j;
-    vec a = n < LANES ? load_some(gate + j, n, 0) : load(gate + j), b = n < LANES ? load_some(up + j, n, 0) : load(up + j);
-    vec result = a / (1.0f + vexp(-a)) * b;
-    if (n < LANES)
-      store_some(out + j, result, n);
-    else
-      store(out + j, result);
+    vec a = load_up_to(gate + j, count - j), b = load_up_to(up + j, count - j);
+    store_up_to(out + j, a / (1.0f + vexp(-a)) * b, count - j);
   }
 }
 
@@ -137,23 +129,18 @@ void gated_product_backward(const float *gate, const float *up, const float *gra
 #pragma omp parallel for if (count > 1 << 14)
   for (int64_t j = 0; j < count; j += LANES) {
     int64_t n = count - j;
-    int part = n < LANES;
-    vec a = part ? load_some(gate + j, n, 0) : load(gate + j), b = part ? load_some(up + j, n, 0) : load(up + j);
-    vec g = part ? load_some(grad + j, n, 0) : load(grad + j);
+    vec a = load_up_to(gate + j, n), b = load_up_to(up + j, n), g = load_up_to(grad + j, n);
     vec share = 1.0f / (1.0f + vexp(-a));
-    vec of_gate = g * b * share * (1.0f + a * (1.0f - share)), of_up = g * a * share;
-    if (part) {
-      store_some(grad_gate + j, of_gate, n), store_some(grad_up + j, of_up, n);
-    } else {
-      store(grad_gate + j, of_gate), store(grad_up + j, of_up);
-    }
+    store_up_to(grad_gate + j, g * b * share * (1.0f + a * (1.0f - share)), n);
+    store_up_to(grad_up + j, g * a * share, n);
   }
 }
 
 /* out = a + b; [count] each */
 void add(const float *a, const float *b, int64_t count, float *out) {
-#pragma omp parallel for simd if (count > 1 << 15)
-  for (int64_t j = 0; j < count; j++) out[j] = a[j] + b[j];
+#pragma omp parallel for if (count > 1 << 15)
+  for (int64_t j = 0; j < count; j += LANES)
+    store_up_to(out + j, load_up_to(a + j, count - j) + load_up_to(b + j, count - j), count - j);
 }
 
 /* ------------------------------------------------------------------------------------------------- vocabularies */

@@ -1,5 +1,10 @@
 /* Vectors of float32 numbers, for the kernels in this folder: those of the compiler (GCC and Clang), as wide as the
-   processor has. GCC keeps wider ones in memory. */
+   processor has. GCC keeps wider ones in memory.
+
+   All loops over numbers are written in them, rests included, and the compiler is asked to make no other vectors
+   (`FAST_FLAGS` of c_compiler.py): of a loop of single numbers it makes two, of which the second is taken where results
+   lie close to what is read, and fuses other products and sums in it. The last bit would depend on where the allocator
+   put a tensor. */
 
 #pragma once
 
@@ -48,25 +53,52 @@ static inline vec smaller(vec a, vec b) { return select(a < b, a, b); }
 
 /* the first n < LANES numbers, and `rest` behind them */
 static inline vec load_some(const float *x, int64_t n, float rest) {
+#if LANES == 16
+  return _mm512_mask_loadu_ps(all(rest), (1 << n) - 1, x);
+#else
   float part[LANES];
   for (int i = 0; i < LANES; i++) part[i] = rest;
   memcpy(part, x, n * sizeof(float));
   return load(part);
+#endif
 }
 
 static inline void store_some(float *x, vec v, int64_t n) {
+#if LANES == 16
+  _mm512_mask_storeu_ps(x, (1 << n) - 1, v);
+#else
   float part[LANES];
   store(part, v);
   memcpy(x, part, n * sizeof(float));
+#endif
+}
+
+/* the first n > 0 numbers, as many as a vector has, and 0 behind them */
+static inline vec load_up_to(const float *x, int64_t n) { return n < LANES ? load_some(x, n, 0) : load(x); }
+
+static inline void store_up_to(float *x, vec v, int64_t n) {
+  if (n < LANES)
+    store_some(x, v, n);
+  else
+    store(x, v);
+}
+
+/* total [n] += x [n] * factor */
+static inline void add_to(const float *x, int64_t n, float factor, float *total) {
+  for (int64_t j = 0; j < n; j += LANES)
+    store_up_to(total + j, load_up_to(total + j, n - j) + load_up_to(x + j, n - j) * factor, n - j);
 }
 
 #if LANES == 16
+#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #elif LANES == 8
+#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #else
+#define NUMBERS 0, 1, 2, 3
 #define EVEN 0, 2, 4, 6
 #define ODD 1, 3, 5, 7
 #endif
