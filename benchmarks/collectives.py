@@ -2,7 +2,7 @@
 
     python -m benchmarks.collectives [RANKS ...]
 
-For each size of a rank's tensor: milliseconds of one rank, user and system, of all threads. `collectives.SMALL` is the
+For each size of a rank's tensor: milliseconds of one rank, user and system, of all threads. `MAX_EXCHANGED` is the
 size up to which the exchange is used. All ranks share this machine.
 """
 

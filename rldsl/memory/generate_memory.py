@@ -14,6 +14,7 @@ from rldsl.memory.activations import LayerActivations, stack_activations
 from rldsl.memory.attention import attention_kind, value_width
 from rldsl.memory.call_parts import INDEX, Needs, chunk_layers, half_precision_bytes, head_of, weights_in_blocks
 from rldsl.memory.decode_shapes import (
+    MAX_EXCHANGED,
     MAX_PREFILL_TOKENS,
     live_conversations,
     num_captures_with_memory,
@@ -119,19 +120,33 @@ def _sampling_bytes(e: Generate, copy: Copy, slots: int, hidden: int) -> int:
 
 
 def _num_captures(e: Generate, copy: Copy, d: _Decoding, device: str) -> int:
-    """Captured steps that hold memory. Steps with experts or collectives are not captured, nor are those of
-    conversations."""
-    if copy.layout.tp > 1 or copy.model.sizes.experts_per_token or e.conversation is not None:
+    """Captured steps that hold memory. Steps with experts are not captured, nor are those of conversations, nor on a
+    GPU those with collectives."""
+    alone = copy.layout.tp == 1 or device == "cpu"
+    if not alone or copy.model.sizes.experts_per_token or e.conversation is not None:
         return 0
     return num_captures_with_memory(d.prompt, d.new, device == "cpu")
 
 
 def _trace_bytes(e: Generate, copy: Copy, d: _Decoding, layers: Sequence[LayerActivations]) -> int:
     """The outputs of the operators of a captured step on a CPU, which all stay."""
-    head = head_of(copy)
-    made = sampling_bytes_per_logit(head, e.sampling) * head.rows if copy.last else 0
+    head, tp = head_of(copy), copy.layout.tp if vocabulary(copy)[1] else 1
+    made = sampling_bytes_per_logit(head, e.sampling) * head.rows * tp if copy.last else 0
     of_slot = sum(layer.outputs + layer.row_outputs for layer in layers) + _mask_bytes(d) + made
-    return d.slots * of_slot + sum(layer.fixed_outputs for layer in layers)
+    return d.slots * of_slot + sum(layer.fixed_outputs for layer in layers) + _collective_bytes(copy, d, len(layers))
+
+
+def _collective_bytes(copy: Copy, d: _Decoding, layers: int) -> int:
+    """What the collectives of a captured step make: copies of what is sent and received, and sums."""
+    tp, hidden = copy.layout.tp, d.slots * copy.model.sizes.hidden * copy.compute
+    if tp == 1:
+        return 0
+    sums = 2 * layers + (copy.first and vocabulary(copy)[1])
+    found = sums * (3 * tp - 1) * hidden if hidden <= MAX_EXCHANGED else 0
+    if copy.last and vocabulary(copy)[1]:
+        own = FLOAT * d.slots * head_of(copy).rows
+        found += own * (1 + tp + (tp if own <= MAX_EXCHANGED else 0))
+    return found
 
 
 def _image_tokens(t: Tables, e: Generate, d: _Decoding) -> int:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SMALL = 1 << 17  # bytes of a message from rank to rank up to which an exchange is cheaper than a ring
+from rldsl.memory.decode_shapes import MAX_EXCHANGED
+
 # torch 2.13 renames them
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -83,7 +84,7 @@ def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
 
 def _is_exchanged(x: torch.Tensor) -> bool:
     """Equal on all ranks, whose tensors have equal shapes."""
-    return x.is_cpu and 0 < x.nbytes <= SMALL
+    return x.is_cpu and 0 < x.nbytes <= MAX_EXCHANGED
 
 
 def _exchange(rows: torch.Tensor, group: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import plan_model, ragged
 from tests.backend_torch.test_forward import _partial
@@ -22,7 +23,7 @@ WORK: dict[str, tuple[Sampling, int, dict[str, Any]]] = {
     "few slots": (DRAWN, 5, {"poll_every": 3}),
     "fewer slots than stages": (DRAWN, 3, {}),
     "one slot": (replace(DRAWN, max_new_tokens=4), 1, {}),
-    "plain": (DRAWN, 6, {"capture": False}),
+    "plain": (DRAWN, 6, {"capture": CaptureSwitch(False)}),
     "greedy": (replace(DRAWN, greedy=True), 4, {"poll_every": 100}),
     "stop": (replace(DRAWN, stop=("b", "5"), min_new_tokens=2), 4, {}),
     "one token": (replace(DRAWN, max_new_tokens=1), 3, {}),

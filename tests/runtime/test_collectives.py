@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from rldsl.runtime import collectives
-from rldsl.runtime.collectives import SMALL, all_gather, all_reduce, reduce_scatter
+from rldsl.memory.decode_shapes import MAX_EXCHANGED
+from rldsl.runtime.collectives import all_gather, all_reduce, reduce_scatter
 from rldsl.runtime.health import stack_trace
 from tests.world import run_world
 
-LARGE = SMALL // 4 + 4  # elements
+LARGE = MAX_EXCHANGED // 4 + 4  # elements
 MADE: dict[str, Callable[[int], torch.Tensor]] = {  # by rank
     "vector": lambda r: torch.arange(5.0) / (r + 1), "scalar": lambda r: torch.tensor(r + 0.1),
     "columns": lambda r: torch.arange(12.0).view(3, 4).t() * 0.1 ** r, "counts": lambda r: torch.tensor([r, 7, -r]),

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rldsl.runtime.collectives import SMALL, all_gather, all_reduce, reduce_scatter
+from rldsl.memory.decode_shapes import MAX_EXCHANGED
+from rldsl.runtime.collectives import all_gather, all_reduce, reduce_scatter
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,7 +111,7 @@ def test_a_solo_group_meets_nobody() -> None:
     dist.all_gather(parts, x, group=group)
     dist.reduce_scatter(x, [torch.full((3,), float(i)) for i in range(4)], group=group)
     assert x.tolist() == [0, 0, 0] and all(p.tolist() == [1, 1, 1] for p in parts) and group.size() == 4
-    for size in (3, SMALL):  # as one exchange, and as torch's collective
+    for size in (3, MAX_EXCHANGED):  # as one exchange, and as torch's collective
         x = torch.ones(size)
         all_reduce(x, group=group)
         assert x.sum() in (size, 4 * size) and all_gather(x, group).shape == (4, size)

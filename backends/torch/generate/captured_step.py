@@ -8,6 +8,9 @@ first capture is compared with the function once more, in a later state: bit for
 `GRAPH_TOLERANCE` on a GPU. If it does not match, nothing is replayed. A function that cannot be captured runs as it is.
 Captures that were not used for a while have no memory until they are used again.
 
+A function that ranks run together, since collectives are in it, is captured by all of them or by none (`all_agree`): to
+compare a capture is to run it once more.
+
 A function that reads numbers on the host is never captured: an operator trace would repeat what Python made of them,
 and a CUDA graph cannot hold what makes the host wait for the device. The calls before a capture look for such reads
 (`HostReads`), since a capture of a graph that fails leaves the allocator of the process damaged. If one fails all the
@@ -58,6 +61,7 @@ class CapturedSteps:
     verified: bool = False   # a capture has been compared with its function
     switch: CaptureSwitch = field(default_factory=CaptureSwitch)  # of the shard
     graph_pool: GraphPool | None = None  # memory of all graphs, where no two groups take turns
+    all_agree: Callable[[bool], bool] = bool  # whether all ranks that run the function together say yes
 
     def __call__(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
         if not (self.enabled and self.switch.enabled):
@@ -78,7 +82,7 @@ class CapturedSteps:
         if self.verified or not self.repeatable:
             return captured()
         out = function()
-        self.verified = self.enabled = all(map(self._equal, out, captured()))
+        self.verified = self.enabled = self.all_agree(all(map(self._equal, out, captured())))
         return out
 
     def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -89,8 +93,7 @@ class CapturedSteps:
     def _run_watched(self, function: Callable[[], Outputs]) -> Outputs:
         with HostReads() as reads:
             out = function()
-        if reads.found:
-            self.enabled = False
+        self.enabled = self.all_agree(not reads.found)
         return out
 
     def release_memory(self) -> None:
@@ -110,16 +113,22 @@ class CapturedSteps:
     def _capture(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
         if self.device.type != "cpu":
             return self._capture_graph(key, function)
+        captured: OpTrace | None = None
         try:
-            out, captured = trace(function, self.repeatable and not self.verified)
-            self.captures[key] = captured
-            self._allocate_memory(key, captured)
+            out, captured = trace(function)
+        except NotTraceable as error:
+            out = error.out
+        self.enabled = self.all_agree(captured is not None)
+        if captured is None or not self.enabled:
             return out
-        except (NotTraceable, RuntimeError) as error:
-            self.enabled = False
-            if isinstance(error, NotTraceable) and not self.repeatable:  # it has done a part of its work
-                raise
-            return function()
+        if self.repeatable and not self.verified:
+            expected = tuple(x.clone() for x in out)  # each run of the trace writes its results anew
+            self.enabled = self.all_agree(all(map(torch.equal, captured(), expected)))
+            if not self.enabled:
+                return expected
+        self.captures[key] = captured
+        self._allocate_memory(key, captured)
+        return out
 
     def _capture_graph(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
         if self.graph_pool is None:

@@ -74,9 +74,8 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
         state = DecodeState.allocate(
             room, scheduler.num_slots, scheduler.kv_width, sampling.max_new_tokens, eos_ids,
             draws=stage.last and not sampling.greedy, num_groups=axes.pp.size,
-            # a captured step holds no communication
-            capture=(capture or CaptureSwitch()) if axes.tp.size == axes.ep.size == 1 else CaptureSwitch(False),
-            device=device)
+            capture=(capture or CaptureSwitch()) if _may_capture(axes, device) else CaptureSwitch(False),
+            tp=axes.tp, device=device)
     state.allocate_memory()
     if stop_strings is not None and bool(sampled.any()):
         stop_strings = stop_strings.after(prompts, sampled)
@@ -89,6 +88,12 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
     if states is not None:
         keep_released(states, key, state)
     return output
+
+
+def _may_capture(axes: Axes, device: torch.device) -> bool:
+    """Whether decode steps may be captured. Expert parallelism reads on the host how many rows each rank gets. Traces
+    hold collectives; CUDA graphs with those of NCCL were never tried."""
+    return axes.ep.size == 1 and (axes.tp.size == 1 or device.type == "cpu")
 
 
 def _as_prompts(batch: PackedBatch) -> PackedBatch:

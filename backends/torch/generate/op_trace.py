@@ -8,9 +8,10 @@ Python out and calls the same kernels in the same order, so it gives the same nu
 that every run writes anew, so views of results need not be made again either. On CUDA, a captured graph is the same
 idea.
 
-A function that branches on values, or that communicates with other ranks, is not traceable. What the tracer cannot see
-(Python that reads a tensor's memory) shows when the trace is compared with the function (`captured_step.py`).
-Errors: NotTraceable.
+Collectives are operators, too: the trace waits for each before it goes on. A function that branches on values is not
+traceable; it is run to its end all the same, since other ranks may take part in what is left of it. What the tracer
+cannot see (Python that reads a tensor's memory) shows when the trace is compared with the function
+(`captured_step.py`). Errors: NotTraceable.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from rldsl.backends.torch.kernels.kernel_library import joined
 
 Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
-Effect = Literal["view", "in place", "new", "unknown"]
+Effect = Literal["view", "in place", "new", "collective", "unknown"]
 
 NAMESPACES = ("aten", "mkldnn", "rldsl")  # of operators whose schemas say what they do
+COLLECTIVES = "c10d"                          # the namespace of those of torch.distributed
 UNDECLARED_VIEWS = ("_unsafe_view",)  # the result shares its argument's memory, though the schema does not say so
 
 
@@ -50,6 +52,10 @@ ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.defa
 class NotTraceable(Exception):
     """The function cannot be captured."""
 
+    def __init__(self, reason: str, out: Outputs):
+        super().__init__(reason)
+        self.out = out  # what it returned
+
 
 class OpTrace:
     """A captured function: the operators that it ran."""
@@ -67,19 +73,15 @@ class OpTrace:
         return self.out
 
 
-def trace(function: Callable[[], Outputs], verify: bool = True) -> tuple[Outputs, OpTrace]:
-    """What the function returns, and its trace. verify: run the trace once in the same state and compare; only for
-    functions that may run twice in one state.
-    Errors: NotTraceable, after the function has done part of its work or all of it."""
+def trace(function: Callable[[], Outputs]) -> tuple[Outputs, OpTrace]:
+    """What the function returns, and its trace.
+    Errors: NotTraceable, after the function has done all of its work."""
     tracer = _Tracer()
     with tracer:
         out = function()
-    captured = OpTrace(joined(tracer.ops), out, ReleasableStorage(tracer.made.values()))
-    if verify:
-        expected = [x.clone() for x in out]
-        if not all(map(torch.equal, captured(), expected)):
-            raise NotTraceable("it gives different numbers in the same state")
-    return out, captured
+    if tracer.refused:
+        raise NotTraceable(tracer.refused, out)
+    return out, OpTrace(joined(tracer.ops), out, ReleasableStorage(tracer.made.values()))
 
 
 class _Tracer(TorchDispatchMode):
@@ -89,6 +91,7 @@ class _Tracer(TorchDispatchMode):
         self.made: dict[int, torch.Tensor] = {}  # by storage: a tensor of each storage that an operator made
         self.inputs: set[int] = set()            # storages that existed before
         self.unfilled: set[int] = set()          # storages that were allocated, and that no operator has written to
+        self.refused = ""                        # why there is no trace
 
     def _note_storages(self, args: Any, kwargs: Any, out: Any) -> None:
         self.inputs |= {x.untyped_storage()._cdata for x in _tensors((args, kwargs))} - self.made.keys()
@@ -102,17 +105,20 @@ class _Tracer(TorchDispatchMode):
             self.unfilled |= {x.untyped_storage()._cdata for x in _tensors(out)}
         elif self.unfilled and effect != "view":
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+            written = [given.get(a.name) for a in func._schema.arguments
+                       if effect == "collective" or a.alias_info and a.alias_info.is_write]
             self.unfilled -= {x.untyped_storage()._cdata for x in _tensors(written)}
             if self.unfilled & {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}:
-                raise NotTraceable(f"{func} reads memory that no operator filled")
+                self.refused = f"{func} reads memory that no operator filled"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         effect, op, out_variant = _classify(func)
         if effect == "unknown" or (func is torch.ops.aten.index.Tensor and _has_mask(args[1])):
-            raise NotTraceable(str(func))
+            self.refused = self.refused or str(func)
         out = func(*args, **kwargs)
+        if self.refused:
+            return out
         if effect == "new":
             self._note_storages(args, kwargs, out)
         self._note_fillings(func, effect, args, kwargs, out)
@@ -122,6 +128,8 @@ class _Tracer(TorchDispatchMode):
             args = [[*x] if isinstance(x, list) else x for x in args]
             if func in ALLOCATIONS:
                 pass
+            elif effect == "collective":
+                self.ops.append(partial(_communicate, func, args, kwargs))
             elif effect == "in place":
                 self.ops.append(PLAIN[func](*args) if func in PLAIN else partial(op, *args, **kwargs))
             elif (write := WRITERS.get(func)) is not None:
@@ -144,6 +152,8 @@ def _classify(func: Any) -> tuple[Effect, Op, Op | None]:
     into an existing tensor, if it can. torch's own Python binding, where there is one, takes half the time."""
     name, reads_values = func._schema.name.partition("::")[2], torch.Tag.data_dependent_output in func.tags
     dynamic_shape = torch.Tag.dynamic_output_shape in func.tags and func is not torch.ops.aten.index.Tensor
+    if func.namespace == COLLECTIVES:
+        return "collective", func, None
     if func.namespace not in NAMESPACES or reads_values or dynamic_shape:
         return "unknown", func, None
     bindings = (getattr(owner, name, None) for owner in (torch, torch.Tensor))
@@ -172,6 +182,12 @@ def _tensors(x: Any) -> Iterator[torch.Tensor]:
 def _has_mask(indices: Any) -> bool:
     """Whether one of them is a boolean mask, so that the result's shape depends on values."""
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
+
+
+def _communicate(collective: Op, args: Any, kwargs: Any) -> None:
+    """Their schemas do not say what they write to: all tensors among the arguments stay where they are."""
+    results = collective(*args, **kwargs)
+    (results[-1] if isinstance(results, tuple) else results).wait()
 
 
 def _copy_into(out: Any, op: Op, args: Any, kwargs: Any) -> None:
