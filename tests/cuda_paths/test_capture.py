@@ -284,8 +284,8 @@ def test_the_kernel_of_decoding_is_tried_before_the_first_step(tmp_path: Any, mo
 
 
 @pytest.mark.parametrize("axis", ["ep", "tp", ""])
-def test_nothing_is_captured_where_steps_communicate(axis: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ep ranks would capture at different steps, with a collective inside."""
+def test_what_is_captured_where_steps_communicate(axis: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ep ranks would capture at different steps, with a collective inside. Under tp a trace on a CPU holds them."""
     shard = make_shard(plan_model(str(make_model(tmp_path / "m"))), 0)
     axes = replace(shard.axes, **{axis: Axis((0, 1), 0, None)}) if axis else shard.axes
 
@@ -293,6 +293,7 @@ def test_nothing_is_captured_where_steps_communicate(axis: str, tmp_path: Any, m
         raise InterruptedError(str(capture.enabled))
 
     monkeypatch.setattr(DecodeState, "allocate", allocate)
-    with pytest.raises(InterruptedError, match=str(not axis)):
+    assert generate_module._may_capture(axes, CUDA) == (not axis)
+    with pytest.raises(InterruptedError, match=str(axis != "ep")):
         generate(shard.stage, axes, pack([([3, 4], [])]), DRAWN, tokenizer_dir=shard.model.path, seed=1, step=1,
                  max_num_seqs=0)
