@@ -18,13 +18,12 @@ TRL is looked for in the interpreter that --peer or the environment variable RLD
 of the ranks, measured by N processes at once (`bound_ranks.py`), and their time is that of the wall, so nothing else
 may run. Messages are not counted in the least time.
 
-Gates are of the medians over shapes: decode 0.75, training (forward, backward and update) 0.85, a GRPO step 0.8.
+Gates are of the medians over shapes: decode 0.75, training (forward, backward and update) 0.85, a GRPO step 0.8. The
+exit status is 1 where one is missed, which says nothing of a single model, and 2 for wrong arguments.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import statistics
 import sys
@@ -35,12 +34,17 @@ from pathlib import Path
 
 import torch
 
+from transformers.utils import logging
+
+from benchmarks.bound_arguments import parse, shapes_of
 from benchmarks.bound_least import Decoder, Lengths, Machine, least_times
 from benchmarks.bound_ranks import least_of_ranks
-from benchmarks.bound_shapes import Shape, directory, drawn, prompt_lengths
+from benchmarks.bound_shapes import Shape, directory, prompt_lengths
 from benchmarks.bound_sides import Ours, Phases, Transformers, Turn
 from benchmarks.step import measured
 from benchmarks.step_work import WARM, Work, write_data
+from rldsl.diag import Failure
+from rldsl.report import render
 
 GATES = {"decode": 0.75, "training": 0.85, "step": 0.8}
 TRAINING = ("forward", "backward", "update")
@@ -109,7 +113,7 @@ def measure_steps(shape: Shape, path: str, row: Row, folder: Path, peer: str, st
     for system, (python, module, its_work) in runs.items():
         times = measured(python, module, its_work) if python else "no interpreter with TRL is named"
         if isinstance(times, str):
-            print(f"  {system}: not measured: {times.strip().splitlines()[-1]}", flush=True)
+            print(f"  {system}: not measured: {(times.strip().splitlines() or ['it said nothing'])[-1]}", flush=True)
             continue
         phases = row.least if its_work.ranks == 1 else least_of_ranks(path, row.lengths, ranks)
         least, taken = sum(phases[name] for name in STEP), times.cpu if its_work.ranks == 1 else times.wall
@@ -118,7 +122,7 @@ def measure_steps(shape: Shape, path: str, row: Row, folder: Path, peer: str, st
 
 
 def show(shape: Shape, parameters: int, row: Row) -> None:
-    print(f"{shape.name}: {parameters / 1e6:.1f}M parameters, {row.ours.tokens} tokens sampled")
+    print(f"{shape.name}: {parameters / 1e6:.{1 if parameters > 1e5 else 3}f}M parameters, {row.ours.tokens} tokens sampled")
     print("  least, ms   " + "".join(f"{1e3 * sum(row.least[n] for n in (TRAINING if c == 'training' else (c,))):10.1f}"
                                      for c in COLUMNS))
     for name, side in (("ours", row.ours), ("transformers", row.theirs)):
@@ -127,59 +131,60 @@ def show(shape: Shape, parameters: int, row: Row) -> None:
         print("  whole step  " + "   ".join(f"{name} {value:.2f}" for name, value in row.steps.items()), flush=True)
 
 
-def medians(rows: list[Row]) -> Mapping[str, tuple[float, float, int]]:
-    """Column -> (ours, the peer's, shapes in which ours is not the higher)."""
-    found = {}
+def medians(rows: list[Row]) -> Mapping[str, tuple[float, float | None, int | None]]:
+    """Column -> (ours, the peer's, shapes in which ours is not the higher). None: the peer was not measured."""
+    found: dict[str, tuple[float, float | None, int | None]] = {}
     for column in COLUMNS:
         pairs = [(row.fraction(row.ours, column), row.fraction(row.theirs, column)) for row in rows]
-        found[column] = (*map(statistics.median, zip(*pairs, strict=True)), sum(a <= b for a, b in pairs))
-    pairs = [(row.steps["ours"], row.steps.get("TRL", 0.0)) for row in rows if "ours" in row.steps]
-    if pairs:
-        found["step"] = (*map(statistics.median, zip(*pairs, strict=True)), sum(a <= b for a, b in pairs))
-    for name in dict.fromkeys(name for row in rows for name in row.steps if name.endswith(RANKS)):
-        found[name] = (statistics.median(row.steps[name] for row in rows if name in row.steps), 0.0, 0)
+        own, peer = map(statistics.median, zip(*pairs, strict=True))
+        found[column] = own, peer, sum(a <= b for a, b in pairs)
+    for name in dict.fromkeys(name for row in rows for name in row.steps if name != "TRL"):
+        steps = [row.steps for row in rows if name in row.steps]
+        both = [x for x in steps if "TRL" in x and name == "ours"]
+        found["step" if name == "ours" else name] = (
+            statistics.median(x[name] for x in steps),
+            statistics.median(x["TRL"] for x in both) if both else None,
+            sum(x[name] <= x["TRL"] for x in both) if both else None)
     return found
 
 
-def main() -> int:
+def show_medians(rows: list[Row]) -> int:
     """The number of gates that are missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shapes", type=int, default=10)
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of some of them")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--step", action="store_true", help="whole GRPO steps, too")
-    parser.add_argument("--peer", default=os.environ.get("RLDSL_TRL_PYTHON", ""), help="interpreter that has trl")
-    parser.add_argument("--ranks", type=int, default=0, help="whole GRPO steps on so many ranks, too")
-    parser.add_argument("--model", help="a model directory instead of drawn shapes")
-    for name, value in (("prompts", 8), ("n", 4), ("prompt", 32), ("tokens", 64)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
+    missed = 0
+    print(f"median of {len(rows)}   ours  peer  not higher in   (the peer is transformers, of whole steps TRL)")
+    for column, (own, peer, lower) in medians(rows).items():
+        gate = GATES.get("step" if column.endswith(RANKS) else column)
+        missed += gate is not None and own < gate
+        theirs, shapes = ("-", "-") if peer is None else (f"{peer:.2f}", str(lower))
+        print(f"  {column:10}{own:8.2f}{theirs:>6}{shapes:>8}" + (
+            f"       gate {gate}{'' if own >= gate else ' MISSED'}" if gate else ""))
+    return missed
+
+
+def main() -> int:
+    given = parse(__doc__ or "")
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
-    shapes = [Shape({}, given.prompts, given.n, given.prompt, given.tokens)] if given.model else \
-        drawn(given.seed, given.shapes)
     rows = []
     print(f"{'':14}" + "".join(f"{c:>10}" for c in COLUMNS), flush=True)
     with tempfile.TemporaryDirectory() as place:
-        for i, shape in enumerate(shapes):
-            if given.only and i not in given.only:
-                continue
+        for i, shape in shapes_of(given).items():
             path = str(Path(given.model).resolve()) if given.model else directory(shape, Path(place) / f"model{i}")
-            row = measure(shape, path, given.turns)
+            try:
+                row = measure(shape, path, given.turns)
+            except Failure as failure:
+                print(render(failure.diagnostics), file=sys.stderr)
+                return 2
+            except ValueError as error:  # of a model whose least time is not known
+                print(f"error: {error}", file=sys.stderr)
+                return 2
             if given.step or given.ranks:
                 row.steps = measure_steps(shape, path, row, Path(place) / f"step{i}", given.peer, given.turns,
                                           given.ranks)
             show(shape, Decoder.of(path).parameters, row)
             rows.append(row)
-    missed = 0
-    print(f"median of {len(rows)}; transformers' (of whole steps: TRL's); shapes in which ours is not the higher")
-    for column, (own, peer, lower) in medians(rows).items():
-        gate = GATES.get("step" if column.endswith(RANKS) else column)
-        missed += gate is not None and own < gate
-        print(f"  {column:10}{own:6.2f}{peer:6.2f}{lower:4}" + (f"  gate {gate}{'' if own >= gate else ' MISSED'}"
-                                                              if gate else ""))
-    return missed
+    return int(show_medians(rows) > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main() > 0)
+    sys.exit(main())

@@ -245,6 +245,9 @@ def measured(device: torch.device, parts: list[str]) -> Iterator[Row]:
 
 
 def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return 0
     cpu = "--cpu" in arguments
     parts = [a for a in arguments if a != "--cpu"] or list(PARTS)
     if unknown := [p for p in parts if p not in PARTS]:

@@ -56,6 +56,9 @@ def _main(program: Program | None) -> None:
     # a rank posts them, which is the plan's, so that no two wait for each other's room. Set before torch is imported
     if "+rocm" not in version("torch"):
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # When a rank ends, its peers' library prints a trace of its own for each try to reach it, hundreds of lines around
+    # our message. Errors are still printed
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Batches and buffers have another size in each step, which fragments the default allocator
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

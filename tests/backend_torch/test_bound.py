@@ -170,7 +170,13 @@ def test_fractions_and_gates(capsys: pytest.CaptureFixture[str]) -> None:
     assert row.fraction(row.theirs, "decode") == 0.25 and row.fraction(row.theirs, "backward") == 0.5
     found = bound.medians([row])
     assert found["decode"] == (0.5, 0.25, 0) and found["training"] == (0.5, 0.5, 1) and found["step"] == (0.9, 0.3, 0)
-    assert found["2 ranks"][0] == 0.7
+    assert found["2 ranks"] == (0.7, None, None)
+    trl = row.steps.pop("TRL")
+    assert bound.medians([row])["step"] == (0.9, None, None)
+    assert bound.show_medians([row]) == 3  # decode and training 0.5, two ranks 0.7
+    row.steps = {"ours": 0.9, "TRL": trl}
+    table = capsys.readouterr().out
+    assert "step          0.90     -       -       gate 0.8\n" in table and "2 ranks       0.70     -       -" in table
     assert bound.least_of([dict(a=1.0, b=3.0), dict(a=2.0, b=2.0)]) == dict(a=1.0, b=2.0)
     bound.show(Shape({}, 1, 1, 1, 1), 10, row)
     assert "ours 0.90   TRL 0.30" in capsys.readouterr().out

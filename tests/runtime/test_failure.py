@@ -7,12 +7,15 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rldsl import api
 from rldsl.plan.codec import encode
+from tests.cpu import children
 from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.torchrun import begun, until
@@ -96,6 +99,26 @@ def test_a_killed_rank_is_named_and_the_checkpoint_is_whole(place: Path) -> None
 
     whole = Path("out/model") if Path("out/model").is_dir() else Path("out/.model.old")
     AutoModelForCausalLM.from_pretrained(whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_under_our_launcher(place: Path, rank: int) -> None:
+    """Rank 0 takes the store with it. The library of its peers adds no trace for each try to reach it."""
+    plan = compiled(steps=20000)
+    with Path("said").open("w") as said, subprocess.Popen(
+            [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
+             "--nproc-per-node", "2", "-m", "rldsl.run", str(plan), "--out", "out", "--device", "cpu"],
+            start_new_session=True, stdout=said, stderr=said) as launcher:
+        end = time.monotonic() + 90
+        while not Path("out/model").is_dir():
+            assert launcher.poll() is None and time.monotonic() < end, Path("said").read_text()
+            time.sleep(0.02)
+        os.kill(sorted(children(launcher.pid))[rank], signal.SIGKILL)
+        status = launcher.wait(100)
+    text = failed(status, Path("said").read_text())
+    assert f"error[RL0709]: rank {rank} exited without an error message" in text, text
+    assert "it was killed, possibly because memory ran out" in text and "frame #" not in text, text
 
 
 def test_the_wrong_number_of_ranks(place: Path) -> None:

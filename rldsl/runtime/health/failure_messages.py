@@ -72,17 +72,20 @@ def is_rank_gone(findings: Findings | None) -> bool:
 
 
 def describe_other_ranks(findings: Findings | None, default_title: str, where: str, library_message: str,
-                         requested: bool, more: str) -> Diagnostic:
+                         requested: bool, more: str, is_first_gone: bool = False) -> Diagnostic:
     """The message of a run that ends because of other ranks.
 
     default_title: if no rank is to blame.
     library_message: of the communication library.
     requested: the run was asked to stop, so ranks that wait are not its reason.
-    more: a last piece of advice."""
+    more: a last piece of advice.
+    is_first_gone: rank 0 has ended, perhaps with the store, so that nothing is found."""
     causes = [c.why for c in findings.culprits if not requested or c.why in SURE] if findings else []
     notes_ = (f"message of the library: {library_message}",) if library_message else ()
     if findings and causes:
         default_title, where, notes_ = title(findings), place(findings) or where, (*notes(findings), *notes_)
+    elif is_first_gone:
+        default_title, causes = "rank 0 exited without an error message", ["gone"]
     advice = (HELP[why] for why in dict.fromkeys(causes) if why in HELP)
     helps = [*advice, "checkpoints that were written are complete", more]
     return Diagnostic("RL0709", default_title, place=where, notes=notes_, help="; ".join(x for x in helps if x))

@@ -137,6 +137,23 @@ class PeerMonitor:
         return min(silent, stalled) >= far
 
 
+class FirstRank:
+    """The process of rank 0 on this machine. The store may live in it, and ends with it: then nothing else says which
+    rank is gone."""
+
+    def __init__(self) -> None:
+        self._pid: int | None = None  # None: not known yet; 0: of another machine
+
+    def find(self, heartbeats: Heartbeats) -> None:
+        """Learn its process from its first heartbeat."""
+        if self._pid is None and heartbeats.rank and (first := heartbeats.of(0)) is not None:
+            self._pid = first.pid if first.machine == heartbeats.machine else 0
+
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._pid) and process_state(self._pid or 0) == "gone"
+
+
 class StallDetector:
     """How long this rank has made no progress. An event can take minutes without an entry in the ring, so only the time
     in operations between ranks counts. Where these return before they have run (`asynchronous`, NCCL) they cannot be

@@ -34,7 +34,7 @@ from rldsl.runtime.health import stack_trace
 from rldsl.runtime.health.dump_files import write_dump
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.failure_messages import describe_other_ranks, describe_own_error, is_rank_gone, tell_torchrun
-from rldsl.runtime.health.heartbeats import Heartbeats, PeerMonitor, StallDetector
+from rldsl.runtime.health.heartbeats import FirstRank, Heartbeats, PeerMonitor, StallDetector
 from rldsl.runtime.message_file import has_reader, leave, report
 from rldsl.runtime.parent import has_ended
 from rldsl.runtime.plan_file import PlanFile
@@ -71,6 +71,7 @@ class Watchdog:
         self._is_leaving = False  # the main thread is on its way out: no KeyboardInterrupt may cut that short
         self._plan, self._timeout, self._asynchronous = plan, timeout, asynchronous
         self._dump_refused = False  # by the disk
+        self._first_rank = FirstRank()
         self._agent, self._speaks = agent, speaks
         self._failed_at: stack_trace.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
@@ -179,7 +180,7 @@ class Watchdog:
         if requested and findings is not None and not is_rank_gone(findings):
             self._terminate()
         diagnostic = describe_other_ranks(findings, default_title, self._event_text(), library_message, requested,
-                                          self._postmortem_hint())
+                                          self._postmortem_hint(), self._first_rank.is_gone())
         self._stop((diagnostic,), heartbeats)
 
     def _wait_alive(self, seconds: float) -> float:
@@ -200,6 +201,7 @@ class Watchdog:
         while not self._done.is_set():
             position = self._position()
             self.heartbeats.beat(position)
+            self._first_rank.find(self.heartbeats)
             if self.heartbeats.first_failure():
                 self._stop_after_failure()
             stalled = stall.seconds(position)
