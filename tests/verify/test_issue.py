@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rldsl import api
@@ -158,6 +159,7 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
     """Event -> what torch.distributed was asked to do during it: (kind, ranks)."""
     import os
 
+    from rldsl.backends.torch.generate import op_trace
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.plan_file import PlanFile
 
@@ -179,6 +181,14 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
 
     for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single"):
         collective(name)
+    replayed = op_trace._communicate
+
+    def again(operator: Any, args: Any, kwargs: Any) -> None:
+        (group,) = (x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+        note("all", dist.ProcessGroup.unbox(group))
+        replayed(operator, args, kwargs)
+
+    op_trace._communicate = again  # collectives of a captured step
     batch, send, receive = dist.batch_isend_irecv, dist.send, dist.recv
     dist.batch_isend_irecv = lambda ops: (note("link", None, tuple(sorted({o.peer for o in ops}))), batch(ops))[1]
     dist.send = lambda t, dst, **more: (note("link", None, (dst,)), send(t, dst, **more))[1]

@@ -90,16 +90,15 @@ class DecodeState:
     @staticmethod
     def allocate(num_seqs: int, num_slots: int, kv_width: int, max_new_tokens: int, eos_ids: Sequence[int], draws: bool,
                  num_groups: int, capture: CaptureSwitch, tp: Axis, device: torch.device) -> DecodeState:
-        """draws: whether random numbers are needed. capture: whether steps are captured. tp: whose ranks call this
-        together."""
+        """draws: whether random numbers are needed. capture: whether steps are captured. tp: whose ranks run decode
+        steps together; each records samples by itself."""
         def agree(yes: bool) -> bool:
             return yes if tp.size == 1 else all_agree(yes, tp.group, device)
         return DecodeState(
             KVCache(num_slots, kv_width, device), SlotState(num_slots, max_new_tokens, device, draws),
             Responses.empty(num_seqs, max_new_tokens, device), torch.tensor(eos_ids, dtype=torch.long, device=device),
             CapturedSteps(device, capture.enabled, num_groups=num_groups, switch=capture, all_agree=agree),
-            CapturedSteps(device, capture.enabled, repeatable=False, num_groups=num_groups, switch=capture,
-                          all_agree=agree))
+            CapturedSteps(device, capture.enabled, repeatable=False, num_groups=num_groups, switch=capture))
 
     def allocate_memory(self) -> None:
         """Make a released state like a new one: everything is 0, and every slot empty."""
