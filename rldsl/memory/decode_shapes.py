@@ -14,8 +14,6 @@ from rldsl.plan.payloads import Waiting
 MAX_PREFILL_TOKENS = 1 << 14  # prompt tokens per prefill, so that its memory does not grow with the batch
 MIN_CACHE_WIDTH = 64  # tokens: the smallest unit of the width that the KV cache is read in
 CPU_CACHE_WIDTH = 16  # the same on a CPU, whose attention takes as long as what it reads, visible or not
-# bytes of a message from rank to rank up to which gloo exchanges all with all (`runtime/collectives.py`)
-MAX_EXCHANGED = 1 << 17
 MAX_CAPTURES_WITH_MEMORY = 4  # captured steps per micro-batch group that hold the intermediate results of their step
 
 MAX_LIVE_PER_SLOT = 4  # conversations that are alive for each slot of the KV cache, where waiting ones give theirs away

@@ -14,7 +14,6 @@ from rldsl.memory.activations import LayerActivations, stack_activations
 from rldsl.memory.attention import attention_kind, value_width
 from rldsl.memory.call_parts import INDEX, Needs, chunk_layers, half_precision_bytes, head_of, weights_in_blocks
 from rldsl.memory.decode_shapes import (
-    MAX_EXCHANGED,
     MAX_PREFILL_TOKENS,
     live_conversations,
     num_captures_with_memory,
@@ -24,6 +23,7 @@ from rldsl.memory.images import ImageBytes
 from rldsl.memory.parameters import FLOAT, Copy, vocabulary
 from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.events import Generate
+from rldsl.sharding.message_sizes import MAX_EXCHANGED
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.memory.decode_shapes import MAX_EXCHANGED
+from rldsl.sharding.message_sizes import MAX_EXCHANGED
 
 # torch 2.13 renames them
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -37,6 +37,13 @@ def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) 
     elif (ranks := dist.get_world_size(group)) > 1:
         parts = _exchange(x.detach().reshape(1, -1).expand(ranks, -1), group)
         x.detach().copy_(reduce(COMBINE[op], parts.unbind()).view(x.shape))
+
+
+def all_agree(yes: bool, group: Any, device: torch.device) -> bool:
+    """Whether every rank says yes."""
+    no = torch.tensor(float(not yes), device=device)
+    all_reduce(no, dist.ReduceOp.MAX, group)
+    return not bool(no)
 
 
 def all_gather(x: torch.Tensor, group: Any = None) -> torch.Tensor:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from rldsl.backends.torch.generate.captured_step import CALLS_BEFORE_CAPTURE, CapturedSteps, CaptureSwitch
 from rldsl.backends.torch.generate.op_trace import OpTrace
 from rldsl.plan.events import Sampling
-from rldsl.memory.decode_shapes import MAX_EXCHANGED
-from rldsl.runtime.collectives import all_gather, all_reduce
-from rldsl.runtime.comm.agreement import all_agree
+from rldsl.runtime.collectives import all_agree, all_gather, all_reduce
+from rldsl.sharding.message_sizes import MAX_EXCHANGED
 from tests.backend_torch.shards import plan_model
 from tests.backend_torch.test_forward import _partial
 from tests.generation.reference import made, rows_of

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from rldsl.runtime import collectives
-from rldsl.memory.decode_shapes import MAX_EXCHANGED
 from rldsl.runtime.collectives import all_gather, all_reduce, reduce_scatter
 from rldsl.runtime.health import stack_trace
+from rldsl.sharding.message_sizes import MAX_EXCHANGED
 from tests.world import run_world
 
 LARGE = MAX_EXCHANGED // 4 + 4  # elements

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rldsl.memory.decode_shapes import MAX_EXCHANGED
 from rldsl.runtime.collectives import all_gather, all_reduce, reduce_scatter
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
@@ -39,6 +38,7 @@ from rldsl.models.families import describe, sizes_of
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Sampling
 from rldsl.simulate import simulate
+from rldsl.sharding.message_sizes import MAX_EXCHANGED
 from tests import forked
 from tests.backend_torch.shards import plan_model
 from tests.families.tiny_configs import make

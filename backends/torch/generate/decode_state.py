@@ -16,7 +16,7 @@ from rldsl.backends.torch.generate.captured_step import CapturedSteps, CaptureSw
 from rldsl.backends.torch.generate.kv_cache import KVCache
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 from rldsl.runtime.backend import Axis
-from rldsl.runtime.comm.agreement import all_agree
+from rldsl.runtime.collectives import all_agree
 
 MAX_KEPT_STATES = 2  # states that a shard keeps: one for sampling and one for evaluation, say
 
@@ -91,7 +91,7 @@ class DecodeState:
     def allocate(num_seqs: int, num_slots: int, kv_width: int, max_new_tokens: int, eos_ids: Sequence[int], draws: bool,
                  num_groups: int, capture: CaptureSwitch, tp: Axis, device: torch.device) -> DecodeState:
         """draws: whether random numbers are needed. capture: whether steps are captured. tp: whose ranks run decode
-        steps together; each records samples by itself."""
+        steps together; each records samples on its own."""
         def agree(yes: bool) -> bool:
             return yes if tp.size == 1 else all_agree(yes, tp.group, device)
         return DecodeState(

@@ -25,11 +25,6 @@ def any_rank(flags: Sequence[bool], group: Any, device: torch.device) -> tuple[b
     return tuple(bool(x) for x in table.tolist())
 
 
-def all_agree(yes: bool, group: Any, device: torch.device) -> bool:
-    """Whether every rank says yes."""
-    return not any_rank((not yes,), group, device)[0]
-
-
 def sum_of_ranks(count: int, device: torch.device) -> int:
     """The sum over all ranks of the world."""
     total = torch.tensor(count, device=device)
