@@ -1,7 +1,7 @@
 """Each phase of a step as a fraction of the least time that this machine could take for it.
 
-    python -m benchmarks.bound [--seed S] [--shapes N] [--turns N] [--step] [--peer PYTHON]
-    python -m benchmarks.bound --model DIR [--prompts N] [--n N] [--prompt TOKENS] [--tokens TOKENS] [--step]
+    python -m benchmarks.bound [--seed S] [--shapes N] [--only I ...] [--turns N] [--step] [--peer PYTHON] [--ranks N]
+    python -m benchmarks.bound --model DIR [--prompts N] [--n N] [--prompt TOKENS] [--tokens TOKENS] [--step] ...
 
 Shapes are drawn by seed (`bound_shapes.py`), or one is given with a model directory without experts. For each, one
 process with one thread measures the rate of matrix products at the very shapes of its phases, all layers' weights in
@@ -33,7 +33,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-
 from transformers.utils import logging
 
 from benchmarks.bound_arguments import parse, shapes_of

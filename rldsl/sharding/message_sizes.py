@@ -1,4 +1,4 @@
-"""Sizes of messages that decide which way they go: the runtime sends them so, and the memory estimate counts it."""
+"""The size of a message, in bytes, that decides how a collective sends it, for the runtime and the memory estimate."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rldsl.postmortem.dumps import EventRun, RankPosition
 from rldsl.runtime.health.event_ring import SIZE, EventRing
-from rldsl.runtime.health.failure_messages import describe_own_error, lost_contact
+from rldsl.runtime.health.failure_messages import describe_other_ranks, describe_own_error, lost_contact
 from rldsl.runtime.health.heartbeats import Heartbeats, machine_name, process_state
 from rldsl.runtime.health.stack_trace import of_error, of_main
 from tests.effort import calls
@@ -216,3 +216,12 @@ def test_what_became_of_a_process() -> None:
     child.wait()
     assert process_state(child.pid) == "gone"
     assert machine_name() == machine_name()
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_first_rank_that_ended_with_the_store_is_named_unless_the_run_was_asked_to_stop(requested: bool) -> None:
+    asked = "the run was asked to stop (SIGTERM)"
+    found = describe_other_ranks(None, asked, "event 3", "", requested, "", is_first_gone=True)
+    assert found.title == (asked if requested else "rank 0 exited without an error message")
+    assert ("it was killed" in found.help) == (not requested)
+    assert describe_other_ranks(None, "another rank", "event 3", "", False, "").title == "another rank"

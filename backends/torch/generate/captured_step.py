@@ -8,8 +8,8 @@ first capture is compared with the function once more, in a later state: bit for
 `GRAPH_TOLERANCE` on a GPU. If it does not match, nothing is replayed. A function that cannot be captured runs as it is.
 Captures that were not used for a while have no memory until they are used again.
 
-A function that ranks run together, since collectives are in it, is captured by all of them or by none (`all_agree`): to
-compare a capture is to run it once more.
+A function with collectives is captured by all ranks that run it together, or by none (`all_agree`): to compare a
+capture, all of them run it once more.
 
 A function that reads numbers on the host is never captured: an operator trace would repeat what Python made of them,
 and a CUDA graph cannot hold what makes the host wait for the device. The calls before a capture look for such reads

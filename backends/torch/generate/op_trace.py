@@ -8,8 +8,8 @@ Python out and calls the same kernels in the same order, so it gives the same nu
 that every run writes anew, so views of results need not be made again either. On CUDA, a captured graph is the same
 idea.
 
-Collectives are operators, too: the trace waits for each before it goes on. A function that branches on values is not
-traceable; it is run to its end all the same, since other ranks may take part in what is left of it. What the tracer
+Collectives are operators, too; the trace waits for each one before it runs the next operator. A function that branches
+on values is not traceable. It still runs to its end, since other ranks may take part in the rest of it. What the tracer
 cannot see (Python that reads a tensor's memory) shows when the trace is compared with the function
 (`captured_step.py`). Errors: NotTraceable.
 """
@@ -105,6 +105,7 @@ class _Tracer(TorchDispatchMode):
             self.unfilled |= {x.untyped_storage()._cdata for x in _tensors(out)}
         elif self.unfilled and effect != "view":
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            # the schemas of collectives do not say what they write to
             written = [given.get(a.name) for a in func._schema.arguments
                        if effect == "collective" or a.alias_info and a.alias_info.is_write]
             self.unfilled -= {x.untyped_storage()._cdata for x in _tensors(written)}
@@ -185,7 +186,8 @@ def _has_mask(indices: Any) -> bool:
 
 
 def _communicate(collective: Op, args: Any, kwargs: Any) -> None:
-    """Their schemas do not say what they write to: all tensors among the arguments stay where they are."""
+    """Run a collective on the tensors with which it was captured, and wait for it. It returns its work, alone or after
+    the tensors that it wrote."""
     results = collective(*args, **kwargs)
     (results[-1] if isinstance(results, tuple) else results).wait()
 

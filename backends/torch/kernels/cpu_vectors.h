@@ -1,10 +1,10 @@
 /* Vectors of float32 numbers, for the kernels in this folder: those of the compiler (GCC and Clang), as wide as the
    processor has. GCC keeps wider ones in memory.
 
-   All loops over numbers are written in them, rests included, and the compiler is asked to make no other vectors
-   (`FAST_FLAGS` of c_compiler.py): of a loop of single numbers it makes two, of which the second is taken where results
-   lie close to what is read, and fuses other products and sums in it. The last bit would depend on where the allocator
-   put a tensor. */
+   All loops over floats use them, remainders included, and the compiler vectorizes nothing itself (`FAST_FLAGS` of
+   c_compiler.py). It would compile a scalar loop twice, and run the version without vectors, in which it fuses other
+   products and sums, where results lie close to inputs: the last bit would depend on where the allocator put a tensor.
+   */
 
 #pragma once
 

@@ -84,7 +84,7 @@ def describe_other_ranks(findings: Findings | None, default_title: str, where: s
     notes_ = (f"message of the library: {library_message}",) if library_message else ()
     if findings and causes:
         default_title, where, notes_ = title(findings), place(findings) or where, (*notes(findings), *notes_)
-    elif is_first_gone:
+    elif is_first_gone and not requested:
         default_title, causes = "rank 0 exited without an error message", ["gone"]
     advice = (HELP[why] for why in dict.fromkeys(causes) if why in HELP)
     helps = [*advice, "checkpoints that were written are complete", more]

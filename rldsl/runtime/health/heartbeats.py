@@ -151,7 +151,7 @@ class FirstRank:
 
     def is_gone(self) -> bool:
         """Whether it has ended."""
-        return bool(self._pid) and process_state(self._pid or 0) == "gone"
+        return process_state(self._pid) == "gone" if self._pid else False
 
 
 class StallDetector:
