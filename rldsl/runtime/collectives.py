@@ -1,4 +1,5 @@
-"""Collectives of a group. Over gloo, which connects CPUs, small ones are one exchange of all with all.
+"""Collectives of a group. CPUs of one machine use memory that they share (`shared_memory.py`); over gloo, which connects
+others, small ones are one exchange of all with all.
 
 gloo sums and gathers in rings, in which a rank waits for its neighbor again and again: 4 * (n - 1) times for a sum.
 On one machine most of that is threads that wake each other, whatever the size: 256 bytes over 4 ranks take 0.4 to 2 ms
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rldsl.runtime.shared_memory import shared_memory_name
 from rldsl.sharding.message_sizes import MAX_EXCHANGED
 
 # torch 2.13 renames them
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+SHARED_COMBINE = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}  # op -> its name for `shared_memory.py`
 COMBINE: Mapping[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum,
 }
@@ -32,7 +35,13 @@ COMBINE: Mapping[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
     """Combine x over the ranks, in place. op: a ReduceOp. The maximum of NaN and a number may be either: gloo
     compares."""
-    if op not in COMBINE or not _is_exchanged(x):
+    if op in SHARED_COMBINE and (name := _shared(x, group)):
+        own = x.detach()
+        total = own.contiguous()
+        torch.ops.rldsl.shared_all_reduce(total, SHARED_COMBINE[op], name)
+        if total is not own:
+            own.copy_(total)
+    elif op not in COMBINE or not _is_exchanged(x):
         dist.all_reduce(x, op=op, group=group)
     elif (ranks := dist.get_world_size(group)) > 1:
         parts = _exchange(x.detach().reshape(1, -1).expand(ranks, -1), group)
@@ -49,6 +58,10 @@ def all_agree(yes: bool, group: Any, device: torch.device) -> bool:
 def all_gather(x: torch.Tensor, group: Any = None) -> torch.Tensor:
     """[...] -> [ranks, ...], in the order of ranks."""
     ranks = dist.get_world_size(group)
+    if name := _shared(x, group):
+        gathered = x.new_empty(ranks, *x.shape)
+        torch.ops.rldsl.shared_all_gather(_bytes(x.detach().reshape(-1)), _bytes(gathered.view(ranks, -1)), name)
+        return gathered
     if _is_exchanged(x):
         return _exchange(x.detach().reshape(1, -1).expand(ranks, -1), group).view(ranks, *x.shape)
     out = x.new_empty(ranks, *x.shape)
@@ -58,7 +71,7 @@ def all_gather(x: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, group: Any = None) -> torch.Tensor:
     """[ranks, ...] -> [...]: the sum over the ranks of what each has for this one."""
-    if _is_exchanged(x[0]):
+    if _is_exchanged(x[0]) or _shared(x, group):
         return sum_of_parts(_exchange(x.detach().reshape(len(x), -1), group)).view(x.shape[1:])
     out = x.new_empty(x.shape[1:])
     REDUCE_SCATTER(out.view(-1), x.contiguous().view(-1), group=group)
@@ -89,6 +102,16 @@ def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
     return reduce(torch.add, parts.unbind())
 
 
+def _shared(x: torch.Tensor, group: Any) -> str | None:
+    """The name of the group for operators of shared memory; None: the ranks share none."""
+    return shared_memory_name(group) if x.is_cpu and x.numel() else None
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8. x: contiguous."""
+    return x.view(torch.uint8)
+
+
 def _is_exchanged(x: torch.Tensor) -> bool:
     """Equal on all ranks, whose tensors have equal shapes."""
     return x.is_cpu and 0 < x.nbytes <= MAX_EXCHANGED
@@ -96,7 +119,10 @@ def _is_exchanged(x: torch.Tensor) -> bool:
 
 def _exchange(rows: torch.Tensor, group: Any) -> torch.Tensor:
     """[ranks, n], the row for each rank -> [ranks, n], the row of each. As bytes: gloo does not know every dtype."""
-    sent = rows.contiguous().view(torch.uint8)
+    sent = _bytes(rows.contiguous())
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    if name := _shared(rows, group):
+        torch.ops.rldsl.shared_all_to_all(sent, received, name)
+    else:
+        dist.all_to_all_single(received, sent, group=group)
     return received.view(rows.dtype)

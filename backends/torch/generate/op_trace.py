@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 from rldsl.backends.torch.kernels import cpu_kernels, cpu_sampling, few_row_products, ordered_kernels
 from rldsl.backends.torch.kernels.kernel_library import joined
+from rldsl.runtime import shared_memory
 
 Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
@@ -45,7 +46,7 @@ WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
     torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
     torch.ops.aten.scalar_tensor.default: lambda out, args: partial(out.fill_, args[0]),
 } | cpu_kernels.INTO | cpu_sampling.INTO | few_row_products.INTO | ordered_kernels.INTO
-PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN  # of our own operators
+PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN | shared_memory.PLAIN  # of our own operators
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)  # of memory that something fills
 
 

@@ -25,6 +25,8 @@ from rldsl.plan.projection import event_paths
 from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.collectives import all_gather
 from rldsl.runtime.comm.agreement import ranks_that_differ
+from rldsl.runtime.comm.machine_peers import share_memory
+from rldsl.runtime.shared_memory import SharedMemoryGroup
 from rldsl.sharding.layout import AxisName, axis_ranks
 
 SPLIT_ABOVE = 64  # ranks: in larger NCCL worlds all groups of an axis are made by one split of the world
@@ -84,6 +86,8 @@ class World:
     groups: Mapping[tuple[int, ...], Any] = field(default_factory=dict)  # ranks -> torch ProcessGroup
     # gloo ProcessGroup of the ranks that log, for metrics on the host; None: the world's own group, which is gloo
     log_group: Any = None
+    # the groups whose collectives go through shared memory, as long as they are held here
+    shared: tuple[SharedMemoryGroup, ...] = ()
     _axes: dict[str, Axes] = field(default_factory=dict, repr=False)  # layout -> `axes`, a cache
 
     def group(self, mesh: str) -> Any:
@@ -135,7 +139,10 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
             continue
         for ranks in new:
             groups[ranks] = dist.new_group(list(ranks), timeout=timeout, **_order(ranks))
-    return World(rank, device, meshes, layouts, groups, _log_group(plan, meshes, device, timeout))
+    log_group = _log_group(plan, meshes, device, timeout)
+    shared = () if device.type != "cpu" else share_memory(
+        [(range(dist.get_world_size()), dist.group.WORLD), *groups.items()], timeout)
+    return World(rank, device, meshes, layouts, groups, log_group, shared)
 
 
 def _order(ranks: tuple[int, ...]) -> dict[str, Any]:

@@ -1,0 +1,164 @@
+"""Connects the ranks of each machine, so that their collectives go through shared memory (`runtime/shared_memory.py`).
+
+In: the groups of a run, connected by gloo. Out: those whose ranks are all on one machine, for as long as they are held.
+Ranks map each other's memory, a file without a name that they get through a Unix socket, so nothing stays behind when a
+rank is killed. Where any rank of the run cannot connect, all of them use gloo.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rldsl.runtime.collectives import all_agree, all_gather
+from rldsl.runtime.shared_memory import SLOT_BYTES, SLOTS, Peer, SharedMemoryGroup, register
+
+MAX_RANKS = 64        # of a machine that are connected, each with each
+SETUP_SECONDS = 60.0  # in which another rank must connect
+DIGEST = 16           # bytes of what identifies a machine, and of the name of a rank's socket
+HELLO = struct.Struct("<q")         # the rank that speaks
+CREDENTIALS = struct.Struct("iII")  # of SO_PEERCRED: process, user, group
+CPU = torch.device("cpu")
+
+Group = tuple[Sequence[int], Any]  # its ranks, as numbers of the world, in its order, and the ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A rank of this machine, this one or another."""
+
+    peer: Peer | None     # None: this rank
+    memory: torch.Tensor  # [bytes] uint8: its slots, of all groups
+
+
+def share_memory(groups: Sequence[Group], timeout: timedelta | None) -> tuple[SharedMemoryGroup, ...]:
+    """All ranks of the world call it together, with the same groups in the same order. timeout: of each wait for a
+    rank; None: without end. Returns the groups that share memory, of those with this rank; the functions of
+    `runtime/collectives.py` use it as long as the result is held."""
+    if dist.get_world_size() == 1 or dist.get_backend() != "gloo":
+        return ()
+    rank, name = dist.get_rank(), os.urandom(DIGEST)
+    listener = _listen(name)
+    try:
+        own = (machine_digest() if listener else os.urandom(DIGEST)) + name
+        table = [bytes(x) for x in all_gather(torch.tensor(list(own), dtype=torch.uint8)).tolist()]
+        names = {r: other[DIGEST:] for r, other in enumerate(table) if other[:DIGEST] == own[:DIGEST]}
+        connected: dict[int, Connected] | None = {}
+        if listener is not None and 1 < len(names) <= MAX_RANKS:
+            connected = _connect(rank, names, listener, len(groups) * SLOTS * SLOT_BYTES)
+    finally:
+        if listener is not None:
+            listener.close()
+    if not all_agree(connected is not None, dist.group.WORLD, CPU) or not connected:
+        return ()
+    seconds = None if timeout is None else timeout.total_seconds()
+    made = []
+    for number, (ranks, group) in enumerate(groups):
+        if rank in ranks and len(ranks) > 1 and connected.keys() >= set(ranks):
+            at = slice(number * SLOTS * SLOT_BYTES, (number + 1) * SLOTS * SLOT_BYTES)
+            made.append(SharedMemoryGroup(group, ranks.index(rank), [connected[r].peer for r in ranks],
+                                          [connected[r].memory[at].view(SLOTS, -1) for r in ranks], seconds))
+    for each in made:
+        register(each)
+    return tuple(made)
+
+
+def machine_digest() -> bytes:
+    """Equal for processes that can share memory: of one user of one machine and its network, which containers may
+    divide."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        network = os.stat("/proc/self/ns/net")
+    except OSError:
+        return os.urandom(DIGEST)
+    return sha256(f"{boot} {network.st_dev} {network.st_ino} {os.geteuid()}".encode()).digest()[:DIGEST]
+
+
+def _listen(name: bytes) -> socket.socket | None:
+    """A socket that other ranks connect to. None: this system has no such sockets, or no memory without a name."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(_address(name))
+        listener.listen(MAX_RANKS)
+    except OSError:
+        listener.close()
+        return None
+    listener.settimeout(SETUP_SECONDS)
+    return listener
+
+
+def _address(name: bytes) -> str:
+    """In the abstract namespace, which has no files."""
+    return f"\0rldsl-{name.hex()}"
+
+
+def _connect(rank: int, names: Mapping[int, bytes], listener: socket.socket, size: int) -> dict[int, Connected] | None:
+    """names: rank -> name of its socket, of this machine. size: bytes of a rank's memory. None: it failed."""
+    try:
+        file = os.memfd_create("rldsl", os.MFD_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        os.ftruncate(file, size)
+        found = {rank: Connected(None, _mapped(file, size))}
+        below = {r: _call(_address(name)) for r, name in names.items() if r < rank}
+        for other in below.values():  # they accept after they have called those below them
+            socket.send_fds(other, [HELLO.pack(rank)], [file])
+        for _ in range(sum(r > rank for r in names)):
+            other, _ = listener.accept()
+            other.settimeout(SETUP_SECONDS)
+            who = _take(other, found, size)
+            if who not in names or who <= rank:
+                raise ValueError(f"rank {who} has connected to rank {rank}")
+            socket.send_fds(other, [HELLO.pack(rank)], [file])
+        for r, other in below.items():
+            if _take(other, found, size) != r:
+                raise ValueError(f"rank {r} has another number")
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(file)
+    return found
+
+
+def _call(address: str) -> socket.socket:
+    other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    other.settimeout(SETUP_SECONDS)
+    other.connect(address)
+    return other
+
+
+def _take(other: socket.socket, found: dict[int, Connected], size: int) -> int:
+    """Receive the number and the memory of a rank. Errors: OSError, ValueError."""
+    _, user, _ = CREDENTIALS.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    if user != os.geteuid():
+        raise ValueError(f"user {user} has connected")
+    data, files, _, _ = socket.recv_fds(other, HELLO.size, 1)
+    try:
+        if len(data) != HELLO.size or len(files) != 1 or os.fstat(files[0]).st_size != size:
+            raise ValueError("a rank gave no memory of this size")
+        (who,) = HELLO.unpack(data)
+        other.setblocking(False)
+        found[who] = Connected(Peer(who, other), _mapped(files[0], size))
+    finally:
+        for file in files:
+            os.close(file)
+    return int(who)
+
+
+def _mapped(file: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
