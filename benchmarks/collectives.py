@@ -1,9 +1,10 @@
-"""The processor's time of small collectives over gloo: as one exchange of all with all, and as gloo's rings.
+"""The processor's time of collectives: as gloo's rings, as one exchange of all with all over gloo, and through memory that
+ranks of one machine share.
 
     python -m benchmarks.collectives [RANKS ...]
 
 For each size of a rank's tensor: milliseconds of one rank, user and system, of all threads. `MAX_EXCHANGED` is the
-size up to which the exchange is used. All ranks share this machine.
+size up to which the exchange is used between machines. All ranks share this machine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.runtime import collectives
+from rldsl.runtime.comm.machine_peers import share_memory
 from tests.world import run_world
 
 SIZES = (1 << 8, 1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 20)  # bytes
@@ -39,26 +41,26 @@ def used(call: Callable[[], object]) -> float:
     return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) * 1000 / TIMES
 
 
-def measured(rank: int) -> dict[tuple[str, int], tuple[float, float]]:
-    """(collective, bytes) -> as a ring, as an exchange."""
-    found = {}
-    for name, work in WORK.items():
-        for size in SIZES:
-            once = partial(work, torch.ones(size // 4))
-            with mock.patch.object(collectives, "SMALL", 0):
-                ring = used(once)
-            with mock.patch.object(collectives, "SMALL", max(SIZES)):
-                found[name, size] = ring, used(once)
+def measured(rank: int) -> dict[tuple[str, int], list[float]]:
+    """(collective, bytes) -> as a ring, as an exchange, through shared memory."""
+    found: dict[tuple[str, int], list[float]] = {(name, size): [] for name in WORK for size in SIZES}
+    for most in (0, max(SIZES), None):
+        shared = share_memory([(range(dist.get_world_size()), dist.group.WORLD)], None) if most is None else ()
+        with mock.patch.object(collectives, "MAX_EXCHANGED", most):
+            for (name, size), times in found.items():
+                times.append(used(partial(WORK[name], torch.ones(size // 4))))
+        del shared
     return found
 
 
 def main() -> None:
     for ranks in map(int, sys.argv[1:] or ("2", "4", "8")):
         found = run_world(ranks, measured, timeout=600.0)
-        print(f"{ranks} ranks" + " " * 10 + "".join(f"{size:>16,}" for size in SIZES) + "  bytes; ms, ring / exchange")
+        print(f"{ranks} ranks" + " " * 10 + "".join(f"{size:>20,}" for size in SIZES)
+              + "  bytes; ms, ring / exchange / shared memory")
         for name in WORK:
-            cells = ([sum(x[name, size][i] for x in found) / ranks for i in (0, 1)] for size in SIZES)
-            print(f"  {name:<16}" + "".join(f"{f'{ring:.2f} / {one:.2f}':>16}" for ring, one in cells), flush=True)
+            cells = ([sum(x[name, size][i] for x in found) / ranks for i in range(3)] for size in SIZES)
+            print(f"  {name:<16}" + "".join(f"{' / '.join(f'{x:.2f}' for x in cell):>20}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

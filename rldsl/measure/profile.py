@@ -31,6 +31,7 @@ from rldsl.plan.conversing import conversing_models, is_conversing
 from rldsl.plan.events import Sampling
 from rldsl.runtime.collectives import all_reduce, reduce_scatter
 from rldsl.runtime.comm.exchange import post
+from rldsl.runtime.comm.machine_peers import share_memory
 from rldsl.runtime.metrics.run_record import PACKAGES, versions
 from rldsl.runtime.parent import terminate_with
 from rldsl.sharding.partition import partition
@@ -70,6 +71,7 @@ def link_rates(device: torch.device) -> dict[str, float]:
         return {}
     ranks = world if device.type == "cuda" else 2
     group = dist.new_group(list(range(ranks)))
+    shared = share_memory([(range(world), dist.group.WORLD), (range(ranks), group)], None)  # as in a run
     most = 2**20 if device.type == "cpu" else 2**26
     small, large = (torch.ones(n // ranks * ranks, device=device) for n in (2**12, most))
 
@@ -91,6 +93,7 @@ def link_rates(device: torch.device) -> dict[str, float]:
                  "scatter_us": scattered * 1e6 / ceil(log2(ranks)),
                  "scatter_gb_s": ring / 2 / max(scatters - scattered, 1e-9) / 1e9}
     dist.barrier()
+    del shared
     return found
 
 

@@ -23,7 +23,6 @@ from rldsl.memory.images import ImageBytes
 from rldsl.memory.parameters import FLOAT, Copy, vocabulary
 from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.events import Generate
-from rldsl.sharding.message_sizes import MAX_EXCHANGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +132,15 @@ def _trace_bytes(e: Generate, copy: Copy, d: _Decoding, layers: Sequence[LayerAc
     head, tp = head_of(copy), copy.layout.tp if vocabulary(copy)[1] else 1
     made = sampling_bytes_per_logit(head, e.sampling) * head.rows * tp if copy.last else 0
     of_slot = sum(layer.outputs + layer.row_outputs for layer in layers) + _mask_bytes(d) + made
-    return d.slots * of_slot + sum(layer.fixed_outputs for layer in layers) + _collective_bytes(copy, d, len(layers))
+    return d.slots * of_slot + sum(layer.fixed_outputs for layer in layers) + _collective_bytes(copy, d)
 
 
-def _collective_bytes(copy: Copy, d: _Decoding, layers: int) -> int:
-    """What the collectives of a captured step make: copies of what is sent and received, and sums."""
-    tp, hidden = copy.layout.tp, d.slots * copy.model.sizes.hidden * copy.compute
-    if tp == 1:
+def _collective_bytes(copy: Copy, d: _Decoding) -> int:
+    """What the collectives of a captured step make: the logits of all ranks. Sums are in place, through memory that the
+    ranks of a machine share."""
+    if copy.layout.tp == 1 or not copy.last or not vocabulary(copy)[1]:
         return 0
-    sums = 2 * layers + (copy.first and vocabulary(copy)[1])
-    found = sums * (3 * tp - 1) * hidden if hidden <= MAX_EXCHANGED else 0
-    if copy.last and vocabulary(copy)[1]:
-        own = FLOAT * d.slots * head_of(copy).rows
-        found += own * (1 + tp + (tp if own <= MAX_EXCHANGED else 0))
-    return found
+    return FLOAT * d.slots * head_of(copy).rows * (1 + copy.layout.tp)
 
 
 def _image_tokens(t: Tables, e: Generate, d: _Decoding) -> int:

@@ -1,11 +1,10 @@
-"""Collectives of a group. CPUs of one machine use memory that they share (`shared_memory.py`); over gloo, which connects
-others, small ones are one exchange of all with all.
+"""Collectives of a group. CPUs of one machine use memory that they share (`shared_memory.py`). Over gloo, which
+connects CPUs of several machines, small ones are one exchange of all with all.
 
 gloo sums and gathers in rings, in which a rank waits for its neighbor again and again: 4 * (n - 1) times for a sum.
-On one machine most of that is threads that wake each other, whatever the size: 256 bytes over 4 ranks take 0.4 to 2 ms
-of each rank's processor as a ring, and 0.1 to 1 ms as an exchange, in which all messages are on their way at once; over
-8 ranks 2.7 and 0.5 ms, and a reduce-scatter 20 and 0.7 (`python -m benchmarks.collectives`). A large tensor goes the
-way that moves fewer bytes. NCCL gets every call as it is.
+Much of that is threads that wake each other, whatever the size, while in an exchange all messages are on their way at
+once (`python -m benchmarks.collectives`). A large tensor goes the way that moves fewer bytes. NCCL gets every call as
+it is.
 
 Ranks add in the order of their numbers, so that all of them get the same bits. `group` is as in torch.distributed;
 every rank of it makes these calls together, with tensors of equal shapes.
@@ -21,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from rldsl.runtime.shared_memory import shared_memory_name
-from rldsl.sharding.message_sizes import MAX_EXCHANGED
 
+# bytes of a message from rank to rank up to which a collective over gloo is an exchange of all with all
+MAX_EXCHANGED = 1 << 17
 # torch 2.13 renames them
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -118,7 +118,12 @@ class SharedMemoryGroup:
         for peer in self.others:
             got = _receive(peer, self.timeout)
             if got != token:
-                raise RuntimeError(f"rank {peer.rank} made another call: {TOKEN.unpack(got)}, not {TOKEN.unpack(token)}")
+                raise RuntimeError(f"rank {peer.rank} makes another call: {_text(got)}, and this rank {_text(token)}")
+
+
+def _text(token: bytes) -> str:
+    number, kind, size = TOKEN.unpack(token)
+    return f"number {number}, {KINDS[kind]} of {size} bytes"
 
 
 def _send(peer: Peer, token: bytes) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from rldsl.backends.torch.generate.captured_step import CALLS_BEFORE_CAPTURE, CapturedSteps, CaptureSwitch
 from rldsl.backends.torch.generate.op_trace import OpTrace
 from rldsl.plan.events import Sampling
-from rldsl.runtime.collectives import all_agree, all_gather, all_reduce
-from rldsl.sharding.message_sizes import MAX_EXCHANGED
+from rldsl.runtime.collectives import MAX_EXCHANGED, all_agree, all_gather, all_reduce
+from rldsl.runtime.comm.machine_peers import share_memory
 from tests.backend_torch.shards import plan_model
 from tests.backend_torch.test_forward import _partial
 from tests.generation.reference import made, rows_of
@@ -46,8 +46,10 @@ def reads_memory(x: torch.Tensor) -> torch.Tensor:
     return x * ctypes.c_float.from_address(x.data_ptr()).value
 
 
-def _together(rank: int, size: int, alone: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+def _together(rank: int, size: int, alone: Callable[[torch.Tensor], torch.Tensor], through_memory: bool) -> list[Any]:
     """Each rank has a function with collectives, of which that of rank 1 does something else between them."""
+    held = share_memory([(range(2), dist.group.WORLD)], None) if through_memory else ()
+    assert bool(held) == through_memory
     x = torch.zeros(size)
     between = alone if rank == 1 else plain
 
@@ -69,14 +71,16 @@ def _together(rank: int, size: int, alone: Callable[[torch.Tensor], torch.Tensor
     return [faults, steps.enabled, isinstance(steps.captures["key"], OpTrace)]
 
 
+@pytest.mark.parametrize("through_memory", [False, True])
 @pytest.mark.parametrize("size", [SMALL_SIZE, LARGE_SIZE])
-def test_collectives_are_captured(size: int) -> None:
-    assert run_world(2, _together, size, plain) == [[[], True, True]] * 2
+def test_collectives_are_captured(size: int, through_memory: bool) -> None:
+    assert run_world(2, _together, size, plain, through_memory) == [[[], True, True]] * 2
 
 
+@pytest.mark.parametrize("through_memory", [False, True])
 @pytest.mark.parametrize("alone", [branches, ragged, reads_memory])
-def test_one_rank_that_cannot_stops_all(alone: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for faults, enabled, _ in run_world(2, _together, SMALL_SIZE, alone):
+def test_one_rank_that_cannot_stops_all(alone: Callable[[torch.Tensor], torch.Tensor], through_memory: bool) -> None:
+    for faults, enabled, _ in run_world(2, _together, SMALL_SIZE, alone, through_memory):
         assert (faults, enabled) == ([], False)
 
 

@@ -1,4 +1,4 @@
-"""Sums and gathers of small tensors over gloo: as torch.distributed's, in one exchange, with equal bits on all ranks."""
+"""Sums and gathers of small tensors over gloo, and through shared memory: as torch.distributed's, in one exchange, with equal bits on all ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from rldsl.runtime import collectives
-from rldsl.runtime.collectives import all_gather, all_reduce, reduce_scatter
+from rldsl.runtime.collectives import MAX_EXCHANGED, all_gather, all_reduce, reduce_scatter
+from rldsl.runtime.comm.machine_peers import share_memory
 from rldsl.runtime.health import stack_trace
-from rldsl.sharding.message_sizes import MAX_EXCHANGED
 from tests.world import run_world
 
 LARGE = MAX_EXCHANGED // 4 + 4  # elements
@@ -22,6 +22,12 @@ MADE: dict[str, Callable[[int], torch.Tensor]] = {  # by rank
     "bytes": lambda r: torch.tensor([r, 9], dtype=torch.uint8), "half": lambda r: torch.tensor([0.1, r]).bfloat16(),
     "double": lambda r: torch.tensor([1e16, 1.0, -1e16]).double() * (r + 1),
     "large": lambda r: torch.full((LARGE,), 0.1 * r), "empty": lambda r: torch.zeros(2, 0)}
+
+
+def shared(rank: int) -> dict[str, tuple[list[str], bytes]]:
+    held = share_memory([(range(dist.get_world_size()), dist.group.WORLD)], None)
+    assert held
+    return combined(rank)
 
 
 def combined(rank: int) -> dict[str, tuple[list[str], bytes]]:
@@ -60,6 +66,15 @@ def test_sums_and_gathers(ranks: int) -> None:
     assert found[0]["large"][0] == ["all_reduce", "all_reduce", "ALL_GATHER", "REDUCE_SCATTER"]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_memory(ranks: int) -> None:
+    found = run_world(ranks, shared)
+    assert all(x == found[0] for x in found), "equal bits"
+    asked = {name: calls for name, (calls, _) in found[0].items()}
+    assert asked.pop("empty") == ["all_reduce", "all_reduce", "ALL_GATHER", "REDUCE_SCATTER"]
+    assert set(map(tuple, asked.values())) == {()}, "torch was asked for nothing else"
+
+
 def started(rank: int, size: int) -> None:
     """A gather and a sum that go on beside other work."""
     ranks = dist.get_world_size()
@@ -77,11 +92,14 @@ def test_one_that_is_waited_for_later(size: int) -> None:
     run_world(3, started, size)
 
 
-def test_a_tensor_that_autograd_has_saved_may_not_change() -> None:
-    assert run_world(2, saved) == ["RuntimeError"] * 2
+@pytest.mark.parametrize("through_memory", [False, True])
+def test_a_tensor_that_autograd_has_saved_may_not_change(through_memory: bool) -> None:
+    assert run_world(2, saved, through_memory) == ["RuntimeError"] * 2
 
 
-def saved(rank: int) -> str:
+def saved(rank: int, through_memory: bool) -> str:
+    held = share_memory([(range(2), dist.group.WORLD)], None) if through_memory else ()
+    assert bool(held) == through_memory
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     z = y * y

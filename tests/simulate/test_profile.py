@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-
-from rldsl.runtime.collectives import all_gather, all_reduce, reduce_scatter
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,8 +35,8 @@ from rldsl.measure.solo_group import SingleRankGroup
 from rldsl.models.families import describe, sizes_of
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Sampling
+from rldsl.runtime.collectives import MAX_EXCHANGED, all_gather, all_reduce, reduce_scatter
 from rldsl.simulate import simulate
-from rldsl.sharding.message_sizes import MAX_EXCHANGED
 from tests import forked
 from tests.backend_torch.shards import plan_model
 from tests.families.tiny_configs import make

@@ -20,6 +20,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Save, Train
 from rldsl.plan.model import Layout
 from rldsl.plan.projection import walk
+from rldsl.runtime.shared_memory import SharedMemoryGroup
 from rldsl.sharding.layout import Coordinate, axis_ranks, coordinate
 from rldsl.verify import issue_order
 from rldsl.verify.issue_order import CommOp, IssueOrder, _case, _dp_coordinates_to_check, deadlock_reason
@@ -179,6 +180,14 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
             return plain(*args, **options)
         setattr(dist, name, wrapped)
 
+    def through_memory(name: str) -> None:
+        plain = getattr(SharedMemoryGroup, name)
+
+        def wrapped(made: SharedMemoryGroup, *args: Any) -> None:
+            note("all", made.group())
+            plain(made, *args)
+        setattr(SharedMemoryGroup, name, wrapped)
+
     for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single"):
         collective(name)
     replayed = op_trace._communicate
@@ -189,6 +198,8 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
         replayed(operator, args, kwargs)
 
     op_trace._communicate = again  # collectives of a captured step
+    for name in ("all_reduce", "all_gather", "all_to_all"):  # through shared memory
+        through_memory(name)
     batch, send, receive = dist.batch_isend_irecv, dist.send, dist.recv
     dist.batch_isend_irecv = lambda ops: (note("link", None, tuple(sorted({o.peer for o in ops}))), batch(ops))[1]
     dist.send = lambda t, dst, **more: (note("link", None, (dst,)), send(t, dst, **more))[1]

@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -49,19 +50,20 @@ def share_memory(groups: Sequence[Group], timeout: timedelta | None) -> tuple[Sh
     `runtime/collectives.py` use it as long as the result is held."""
     if dist.get_world_size() == 1 or dist.get_backend() != "gloo":
         return ()
-    rank, name = dist.get_rank(), os.urandom(DIGEST)
-    listener = _listen(name)
-    try:
-        own = (machine_digest() if listener else os.urandom(DIGEST)) + name
+    rank, name, size = dist.get_rank(), os.urandom(DIGEST), len(groups) * SLOTS * SLOT_BYTES
+    connected: dict[int, Connected] = {}
+    complete = True
+    with ExitStack() as stack:
+        opened = _open(name, size, stack)
+        own = (machine_digest() if opened else os.urandom(DIGEST)) + name  # without them a rank is alone
         table = [bytes(x) for x in all_gather(torch.tensor(list(own), dtype=torch.uint8)).tolist()]
         names = {r: other[DIGEST:] for r, other in enumerate(table) if other[:DIGEST] == own[:DIGEST]}
-        connected: dict[int, Connected] | None = {}
-        if listener is not None and 1 < len(names) <= MAX_RANKS:
-            connected = _connect(rank, names, listener, len(groups) * SLOTS * SLOT_BYTES)
-    finally:
-        if listener is not None:
-            listener.close()
-    if not all_agree(connected is not None, dist.group.WORLD, CPU) or not connected:
+        if opened is not None and 1 < len(names) <= MAX_RANKS:
+            try:
+                connected = _connect(rank, names, *opened, size)
+            except (OSError, ValueError):
+                complete = False
+    if not all_agree(complete, dist.group.WORLD, CPU):
         return ()
     seconds = None if timeout is None else timeout.total_seconds()
     made = []
@@ -86,19 +88,22 @@ def machine_digest() -> bytes:
     return sha256(f"{boot} {network.st_dev} {network.st_ino} {os.geteuid()}".encode()).digest()[:DIGEST]
 
 
-def _listen(name: bytes) -> socket.socket | None:
-    """A socket that other ranks connect to. None: this system has no such sockets, or no memory without a name."""
+def _open(name: bytes, size: int, stack: ExitStack) -> tuple[socket.socket, int] | None:
+    """A socket that other ranks connect to, and memory for them, which the stack closes. None: this system has no such
+    sockets, or no files without a name."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(_address(name))
         listener.listen(MAX_RANKS)
+        listener.settimeout(SETUP_SECONDS)
+        file = os.memfd_create("rldsl", os.MFD_CLOEXEC)
+        stack.callback(os.close, file)
+        os.ftruncate(file, size)
     except OSError:
-        listener.close()
         return None
-    listener.settimeout(SETUP_SECONDS)
-    return listener
+    return listener, file
 
 
 def _address(name: bytes) -> str:
@@ -106,32 +111,24 @@ def _address(name: bytes) -> str:
     return f"\0rldsl-{name.hex()}"
 
 
-def _connect(rank: int, names: Mapping[int, bytes], listener: socket.socket, size: int) -> dict[int, Connected] | None:
-    """names: rank -> name of its socket, of this machine. size: bytes of a rank's memory. None: it failed."""
-    try:
-        file = os.memfd_create("rldsl", os.MFD_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        os.ftruncate(file, size)
-        found = {rank: Connected(None, _mapped(file, size))}
-        below = {r: _call(_address(name)) for r, name in names.items() if r < rank}
-        for other in below.values():  # they accept after they have called those below them
-            socket.send_fds(other, [HELLO.pack(rank)], [file])
-        for _ in range(sum(r > rank for r in names)):
-            other, _ = listener.accept()
-            other.settimeout(SETUP_SECONDS)
-            who = _take(other, found, size)
-            if who not in names or who <= rank:
-                raise ValueError(f"rank {who} has connected to rank {rank}")
-            socket.send_fds(other, [HELLO.pack(rank)], [file])
-        for r, other in below.items():
-            if _take(other, found, size) != r:
-                raise ValueError(f"rank {r} has another number")
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(file)
+def _connect(rank: int, names: Mapping[int, bytes], listener: socket.socket, file: int, size: int
+             ) -> dict[int, Connected]:
+    """The ranks of this machine, this one included. names: rank -> name of its socket. file: this rank's memory, of
+    `size` bytes. Errors: OSError, ValueError."""
+    found = {rank: Connected(None, _mapped(file, size))}
+    below = {r: _call(_address(name)) for r, name in names.items() if r < rank}
+    for other in below.values():
+        socket.send_fds(other, [HELLO.pack(rank)], [file])
+    for _ in range(sum(r > rank for r in names)):
+        other, _ = listener.accept()
+        other.settimeout(SETUP_SECONDS)
+        who = _take(other, found, size)
+        if who not in names or who <= rank:
+            raise ValueError(f"rank {who} has connected to rank {rank}")
+        socket.send_fds(other, [HELLO.pack(rank)], [file])
+    for r, other in below.items():  # they answer once they have called those below them
+        if _take(other, found, size) != r:
+            raise ValueError(f"rank {r} has another number")
     return found
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 
 MAX_LINES = 24
-COLLECTIVES = "rldsl.runtime.collectives"  # a module by its name: health does not load torch
+# modules by their names: health does not load torch
+SHARED_MEMORY = "rldsl.runtime.shared_memory"
+COLLECTIVES = ("rldsl.runtime.collectives", SHARED_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ def _stack(steps: Sequence[tuple[FrameType, int | None]]) -> Stack:
         return Stack()
     frame, line = steps[-1]
     waits = ".wait(" in linecache.getline(frame.f_code.co_filename, line or 0)
-    call = _collective(frame) if _is_of_torch(frame) else "wait" if waits else ""
+    call = _collective(frame) if _is_of_torch(frame) or _module(frame) == SHARED_MEMORY else "wait" if waits else ""
     return Stack(call, tuple(f"{f.f_code.co_filename}:{n or 0} {f.f_code.co_name}" for f, n in steps[-MAX_LINES:]))
 
 
@@ -50,11 +52,16 @@ def _is_of_torch(frame: FrameType) -> bool:
     return "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
 
 
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
 def _collective(frame: FrameType) -> str:
-    """What was asked for: an `all_reduce` of ours may be an exchange of torch.distributed. frame: in there."""
+    """What was asked for: an `all_reduce` of ours may be an exchange of torch.distributed, or go through shared memory
+    as an operator of torch. frame: in there."""
     name, outer = frame.f_code.co_name, frame.f_back
-    while outer is not None and _is_of_torch(outer):
+    while outer is not None and (_is_of_torch(outer) or _module(outer) in (*COLLECTIVES, "torch._ops")):
+        if _module(outer) in COLLECTIVES:
+            name = outer.f_code.co_name
         outer = outer.f_back
-    while outer is not None and outer.f_globals.get("__name__") == COLLECTIVES:
-        name, outer = outer.f_code.co_name, outer.f_back
     return name
