@@ -78,6 +78,7 @@ def test_meshes_with_an_order_of_their_own_keep_it(device: str, sets: None, monk
     monkeypatch.setattr(world, "SPLIT_ABOVE", 4)
     for name in ("new_group", "split_group"):
         monkeypatch.setattr(dist, name, getattr(calls, name))
+    monkeypatch.setattr(world, "share_memory", lambda groups, timeout: ())
     world.join(plan(((0, 2, 1, 3), (7, 6, 5, 4)), 8), 0, torch.device(device))
     assert all(kind == "new" or list(map(sorted, sets)) == list(map(list, sets)) for kind, sets, *_ in calls.calls)
     assert ("new", (7, 6), False) in calls.calls and ("new", (0, 2), True) in calls.calls

@@ -156,7 +156,7 @@ class Copy:
     def _enter(self) -> None:
         """In a forked process, instead of a new interpreter's start."""
         for name, module in sys.modules.items():
-            if name.startswith("rldsl.backends.torch.kernels.") and hasattr(module, "_OPERATORS"):
+            if name.partition(".")[0] in OWN and hasattr(module, "_OPERATORS"):
                 module._OPERATORS._destroy()  # the copy registers its own under the same names
         for name in [x for x in sys.modules if x.partition(".")[0] in OWN]:
             del sys.modules[name]

@@ -20,7 +20,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from rldsl.runtime.comm import machine_peers
 from tests.world import run_world
+
+SHARED: set[int] = set()  # addresses of the memory for messages between ranks of a machine, which no estimate counts
 
 
 class Storages(TorchDispatchMode):
@@ -53,6 +56,14 @@ class Storages(TorchDispatchMode):
     def __enter__(self) -> Storages:
         """What is resized has another size from then on; torch tells no mode of it."""
         plain = self.plain = torch.UntypedStorage.resize_
+        mapped = machine_peers._mapped
+
+        def map_and_note(file: int, size: int) -> torch.Tensor:
+            memory = mapped(file, size)
+            SHARED.add(memory.data_ptr())
+            return memory
+
+        machine_peers._mapped = map_and_note
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             self.see(storage)
@@ -71,7 +82,7 @@ class Storages(TorchDispatchMode):
 
     def see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self.live:
+        if key not in self.live and storage.data_ptr() not in SHARED:
             self.live[key] = storage.nbytes()
             self.now += self.live[key]
             self.most = max(self.most, self.now)

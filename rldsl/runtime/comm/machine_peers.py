@@ -56,7 +56,7 @@ def share_memory(groups: Sequence[Group], timeout: timedelta | None) -> tuple[Sh
     with ExitStack() as stack:
         opened = _open(name, size, stack)
         own = (machine_digest() if opened else os.urandom(DIGEST)) + name  # without them a rank is alone
-        table = [bytes(x) for x in all_gather(torch.tensor(list(own), dtype=torch.uint8)).tolist()]
+        table = [bytes(x) for x in all_gather(torch.tensor(list(own), dtype=torch.uint8, device=CPU)).tolist()]
         names = {r: other[DIGEST:] for r, other in enumerate(table) if other[:DIGEST] == own[:DIGEST]}
         if opened is not None and 1 < len(names) <= MAX_RANKS:
             try:

@@ -140,8 +140,8 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
         for ranks in new:
             groups[ranks] = dist.new_group(list(ranks), timeout=timeout, **_order(ranks))
     log_group = _log_group(plan, meshes, device, timeout)
-    shared = () if device.type != "cpu" else share_memory(
-        [(range(dist.get_world_size()), dist.group.WORLD), *groups.items()], timeout)
+    everything = [(range(plan.header.world), dist.group.WORLD), *groups.items()]
+    shared = share_memory(everything, timeout) if device.type == "cpu" else ()
     return World(rank, device, meshes, layouts, groups, log_group, shared)
 
 
