@@ -176,9 +176,10 @@ def shared_memory_name(group: Any) -> str | None:
     """The name by which the operators know a group (None: the world); None: its ranks share no memory."""
     if not _GROUPS:
         return None
-    wanted = group or dist.group.WORLD
-    made = _GROUPS.get(wanted.group_name) if wanted is not None else None
-    return str(wanted.group_name) if made is not None and made.group() is wanted else None
+    wanted: Any = dist.group.WORLD if group is None else group
+    name = str(wanted.group_name)
+    made = _GROUPS.get(name)
+    return name if made is not None and made.group() is wanted else None
 
 
 def all_reduce(x: torch.Tensor, op: str, name: str) -> None:
