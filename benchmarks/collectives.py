@@ -44,8 +44,8 @@ def used(call: Callable[[], object]) -> float:
 def measured(rank: int) -> dict[tuple[str, int], list[float]]:
     """(collective, bytes) -> as a ring, as an exchange, through shared memory."""
     found: dict[tuple[str, int], list[float]] = {(name, size): [] for name in WORK for size in SIZES}
-    for most in (0, max(SIZES), None):
-        shared = share_memory([(range(dist.get_world_size()), dist.group.WORLD)], None) if most is None else ()
+    for way, most in (("ring", 0), ("exchange", max(SIZES)), ("memory", 0)):
+        shared = share_memory([(range(dist.get_world_size()), dist.group.WORLD)], None) if way == "memory" else ()
         with mock.patch.object(collectives, "MAX_EXCHANGED", most):
             for (name, size), times in found.items():
                 times.append(used(partial(WORK[name], torch.ones(size // 4))))
