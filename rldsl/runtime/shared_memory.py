@@ -1,8 +1,8 @@
 """Collectives between ranks on one machine, through memory that they share.
 
-gloo sends what a rank gives through a socket and a thread on either side, also to a rank of the same machine: a sum of
-256 bytes takes as long as that of 100 KB should. Here each rank writes to memory that the others read, and sends
-them a token through a Unix socket when it has done so. Who gets a token sees what was written before it.
+gloo sends everything through sockets, and threads that wake each other, also to a rank of the same machine; for small
+tensors that is nearly all that a sum takes. Here each rank writes to memory that the others read, and then sends them a
+token through a Unix socket. A rank that has received a token sees what was written before it.
 
 In: tensors on CPUs, of equal shapes on all ranks. Out: the same as from torch.distributed; sums are in the order of the
 ranks, so that all ranks get the same bits. They are operators of torch, so that captured steps see them, and operators
@@ -28,11 +28,11 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 import torch
 import torch.distributed as dist
 
-SLOT_BYTES = 1 << 21 # that a rank gives at a time; with those of another rank they fit into a cache
+SLOT_BYTES = 1 << 21  # that a rank gives at a time
 SLOTS = 2             # of a rank: one is read while the next is written
-ONE_ROUND = 1 << 17 # bytes up to which each rank adds all itself, instead of a part for all
+ONE_ROUND = 1 << 17   # bytes up to which each rank adds all itself, instead of a part for all
 SPIN_SECONDS = 1e-4   # of looking for a token before a rank sleeps: to be woken takes about as long
-TOKEN = struct.Struct("<qqq")  # number of the call, its kind, bytes
+TOKEN = struct.Struct("<qqqq")  # group, number of the call in it, its kind, bytes
 COMBINE: Mapping[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
 KINDS = ("sum", "max", "parts", "gather", "exchange")
 
@@ -48,12 +48,12 @@ class Peer:
 class SharedMemoryGroup:
     """The ranks of a group, all on one machine."""
 
-    def __init__(self, group: dist.ProcessGroup, index: int, peers: Sequence[Peer | None],
+    def __init__(self, group: dist.ProcessGroup, number: int, index: int, peers: Sequence[Peer | None],
                  slots: Sequence[torch.Tensor], timeout: float | None):
-        """index: of this rank in the group. peers: by index; None: this rank. slots: [SLOTS, SLOT_BYTES] uint8 of each
-        rank. timeout: seconds that a rank waits for another; None: without end."""
+        """number: of the group in the run. index: of this rank in the group. peers: by index; None: this rank. slots:
+        [SLOTS, SLOT_BYTES] uint8 of each rank. timeout: seconds that a rank waits for another; None: without end."""
         self.group: ReferenceType[dist.ProcessGroup] = ref(group)
-        self.index, self.size, self.timeout = index, len(peers), timeout
+        self.number, self.index, self.size, self.timeout = number, index, len(peers), timeout
         self.others = [peer for peer in peers if peer is not None]
         self.slots = slots
         self.calls = 0  # tokens sent to each
@@ -112,7 +112,7 @@ class SharedMemoryGroup:
     def _meet(self, kind: str, size: int) -> None:
         """Tell the others that this rank is here, and wait for them."""
         self.calls += 1
-        token = TOKEN.pack(self.calls, KINDS.index(kind), size)
+        token = TOKEN.pack(self.number, self.calls, KINDS.index(kind), size)
         for peer in self.others:
             _send(peer, token)
         for peer in self.others:
@@ -122,8 +122,8 @@ class SharedMemoryGroup:
 
 
 def _text(token: bytes) -> str:
-    number, kind, size = TOKEN.unpack(token)
-    return f"number {number}, {KINDS[kind]} of {size} bytes"
+    group, number, kind, size = TOKEN.unpack(token)
+    return f"number {number} in group {group}, {KINDS[kind]} of {size} bytes"
 
 
 def _send(peer: Peer, token: bytes) -> None:

@@ -167,21 +167,22 @@ def test_without_the_other(how: str, text: str, call: str) -> None:
 
 
 def other_call(rank: int, call: str) -> Any:
-    held, _ = share()
+    held, groups = share((0, 1), (0, 1))
     assert held
     x = torch.ones(2, 4)
     mine = {"size": lambda: all_reduce(torch.ones(4 + rank)), "kind": lambda: (all_reduce, all_gather)[rank](x),
-            "op": lambda: all_reduce(x, (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank])}[call]
+            "op": lambda: all_reduce(x, (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank]),
+            "group": lambda: all_reduce(x, group=groups[1 + rank])}[call]
     return failure(mine)
 
 
 @pytest.mark.parametrize(("call", "texts"), [
     ("size", ("sum of 16 bytes", "sum of 20 bytes")), ("kind", ("sum of 32 bytes", "gather of 32 bytes")),
-    ("op", ("sum of 32 bytes", "max of 32 bytes"))])
+    ("op", ("sum of 32 bytes", "max of 32 bytes")), ("group", ("sum of 32 bytes", "sum of 32 bytes"))])
 def test_another_call_of_another_rank(call: str, texts: tuple[str, str]) -> None:
     for rank, (text, gone, _) in enumerate(run_world(2, other_call, call)):
-        assert text == (f"rank {1 - rank} makes another call: number 1, {texts[1 - rank]}, and this rank number 1, "
-                        f"{texts[rank]}") and not gone
+        theirs, own = (f"number 1 in group {int(call == 'group') * (1 + r)}, {texts[r]}" for r in (1 - rank, rank))
+        assert text == f"rank {1 - rank} makes another call: {theirs}, and this rank {own}" and not gone
 
 
 DIVIDED = ((0, 1), (2, 3), (0, 3))

@@ -70,7 +70,7 @@ def share_memory(groups: Sequence[Group], timeout: timedelta | None) -> tuple[Sh
     for number, (ranks, group) in enumerate(groups):
         if rank in ranks and len(ranks) > 1 and connected.keys() >= set(ranks):
             at = slice(number * SLOTS * SLOT_BYTES, (number + 1) * SLOTS * SLOT_BYTES)
-            made.append(SharedMemoryGroup(group, ranks.index(rank), [connected[r].peer for r in ranks],
+            made.append(SharedMemoryGroup(group, number, ranks.index(rank), [connected[r].peer for r in ranks],
                                           [connected[r].memory[at].view(SLOTS, -1) for r in ranks], seconds))
     for each in made:
         register(each)
