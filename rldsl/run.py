@@ -64,6 +64,9 @@ def _main(program: Program | None) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if arguments.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Tokenizers divide a batch among threads, which would wait for the cores of other ranks
+    if _cores_of_rank() == 1:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         file = _read(arguments.plan, world)
@@ -165,9 +168,10 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores_of_rank() -> int:
+    """This rank's share of the cores that its process may use, at least 1."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _read(path: str, world: int) -> PlanFile:
@@ -319,7 +323,7 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
                         speaks=local == 0)
     workers = arguments.reward_workers
     if workers is None:
-        workers = min(8, max(1, _num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        workers = min(8, _cores_of_rank())
     screen = sys.stderr
     try:
         claimed = _claim_output(arguments, again, file, watchdog, device)
