@@ -1,9 +1,9 @@
-"""Calls that a recorder of operators takes as one step, since what they do inside depends on numbers.
+"""Calls of functions that a recorder of operators takes as one step, whatever operators they run.
 
 In: a function of tensors, and a recorder (a dispatch mode) if one is entered. Out: the function's result. A recorder of
 operators cannot record a function that reads numbers on the host, such as how many rows each expert gets; it can
-record that the function is called. `opaque` tells the recorder that is entered last of a call; the recorders below that
-one are told by `opaque` again, from its `record_call`.
+record the call. `opaque` hands the call to the recorder that was entered last. A recorder's `record_call` hands it on
+by `opaque`, to the recorder that was entered before.
 
 Contract: the shape and dtype of the result depend only on those of the inputs, the function changes none of its inputs,
 and whatever else it reads (weights) stays where it is.
