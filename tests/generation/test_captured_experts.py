@@ -15,6 +15,7 @@ from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import layout_of, make_shard, plan_model, shard_of
 from tests.families import tiny_configs
 from tests.generation.reference import made, rows_of
+from tests.megatron import shards as megatron
 from tests.moe.shards import make
 from tests.samples import thorough_unless
 from tests.world import run_world
@@ -96,6 +97,19 @@ def test_experts_in_another_form_are_run(family: str, captured: bool, tmp_path: 
     path = tiny_configs.make(tmp_path / "m", family)
     same, calls, plain = compared(make_shard(plan_model(path), 0), PROMPTS, DRAWN)
     assert same and bool(calls) == captured and not any(calls) and not plain
+
+
+def on_megatron(rank: int, path: str, calls: Calls) -> list[Any]:
+    made_here = megatron.shard_of(plan_model(path), megatron.layout_of(dp=2, ep=2), rank)
+    assert made_here is not None
+    shard, place = made_here
+    return compared(shard, *calls[place], 10 * place)
+
+
+def test_experts_of_megatron_are_opaque_calls(tmp_path: Any) -> None:
+    megatron.needed()
+    for same, calls, plain in run_world(2, on_megatron, megatron.make(tmp_path, "qwen3_moe"), UNEQUAL):
+        assert same and set(calls) == {LAYERS} and not plain
 
 
 def mixed(rank: int, path: str, calls: Calls) -> list[Any]:

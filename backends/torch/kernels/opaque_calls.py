@@ -46,6 +46,14 @@ def opaque(function: OpaqueFunction, *inputs: torch.Tensor) -> torch.Tensor:
         return mode.record_call(function, inputs)
 
 
+def opaque_on_cpu(function: OpaqueFunction, *inputs: torch.Tensor) -> torch.Tensor:
+    """`opaque` on a CPU without gradients, as in decoding. Otherwise function(*inputs): a CUDA graph can hold no read
+    on the host, so those who look for them must see it."""
+    if torch.is_grad_enabled() or not all(x.is_cpu for x in inputs):
+        return function(*inputs)
+    return opaque(function, *inputs)
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # tensors are long to print
 class RecordedCall:
     """What an opaque call read and returned."""
@@ -72,8 +80,8 @@ class CallLog(CallRecorder):
 class ThreadState:
     """What torch keeps for a thread and what decides how functions compute on a CPU without gradients."""
 
-    autocast: bool
-    dtype: torch.dtype       # of autocast
+    autocast: bool            # whether it is on
+    dtype: torch.dtype        # of autocast
     disables_functions: bool  # whether modes of functions are left out (`kernels/autograd.py`)
 
     @staticmethod
@@ -111,4 +119,5 @@ class OpaqueStep:
         if call is None or call.result.shape != self.out.shape or call.result.dtype != self.out.dtype:
             return False
         self.out.copy_(call.result)
-        return len(self.inputs) == len(call.inputs) and all(map(torch.equal, self.inputs, call.inputs))
+        return len(self.inputs) == len(call.inputs) and all(
+            x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(self.inputs, call.inputs, strict=True))

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from rldsl.backends.torch.kernels.opaque_calls import opaque
+from rldsl.backends.torch.kernels.opaque_calls import opaque_on_cpu
 from rldsl.backends.torch.kernels.row_gathers import inverse_of, reorder, repeat_and_reorder
 from rldsl.backends.torch.model.collectives import (
     all_to_all,
@@ -85,9 +85,7 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
         return reduce_from_tensor_parallel_region(out, tp) if tp.size > 1 else out
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() or not hidden.is_cpu:  # a graph can hold no read on the host
-            return run(hidden, chosen, weights)
-        return opaque(run, hidden, chosen, weights)
+        return opaque_on_cpu(run, hidden, chosen, weights)
 
     module.forward = forward
 
