@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from rldsl.backends.megatron.kernels import Kernels
+from rldsl.backends.torch.kernels.opaque_calls import opaque_on_cpu
 from rldsl.backends.torch.model.collectives import (
     all_gather,
     gather_from_sequence_parallel_region,
@@ -68,6 +69,9 @@ class Experts(nn.Module):
 
     def forward(self, hidden: torch.Tensor, padding_mask: None = None) -> tuple[torch.Tensor, None]:
         """hidden: [T, 1, H] of this rank's tokens; so is the result."""
+        return opaque_on_cpu(self._run, hidden), None
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.router(hidden)  # [T, experts]
         x = hidden[:, 0]
         if self.tp.size > 1:
@@ -86,7 +90,7 @@ class Experts(nn.Module):
         out = x.new_zeros(x.shape, dtype=torch.float32).index_add(0, token, computed.float())
         if self.tp.size > 1:
             out = reduce_scatter_to_sequence_parallel_region(out, self.tp)
-        return out[:, None], None
+        return out[:, None]
 
 
 def experts_class(tp: Axis, ep: Axis, groups: ProcessGroupCollection, kernels: Kernels) -> type[Experts]:

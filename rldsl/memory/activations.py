@@ -182,11 +182,12 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, 
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
                             both if layout.cp > 1 else 0, both * (kind != "packed"),
-                            _outputs(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream)
-                            + mlp.outputs,
+                            _outputs(specs, h, shared if ways else inner, q, kv, norms, layer_norm, s.activation,
+                                     compute, stream) + mlp.outputs,
                             **row, caches=attends, fixed=block.fixed if block is not None else rounded,
                             fixed_forward=block.fixed_forward if block is not None else rounded,
-                            fixed_outputs=block.fixed_outputs if block is not None else 0)
+                            fixed_outputs=block.fixed_outputs if block is not None else
+                            _router_copies(outer) if compute != stream else 0)
 
 
 class _Mlp(NamedTuple):
@@ -214,7 +215,8 @@ def _mlp(model: Model, layout: Layout, compute: int, stream: int, fused: bool, s
     own = inner * (each - 1) + h if model.base else inner * each + 2 * h
     saved = 4 * max(p.experts for p in specs) + ways * (ORDERS + compute * own) + compute * shared * of_module
     forward = max(_routed_forward(h, inner * inside, ways, compute, stream, layout.ep > 1), inside * compute * shared)
-    return _Mlp(saved, forward, _routed_backward(h, inner, ways, compute, stream, layout.ep > 1))
+    outputs = _routed_outputs(h, max(p.experts for p in specs), ways, compute, stream, shared > 0)
+    return _Mlp(saved, forward, _routed_backward(h, inner, ways, compute, stream, layout.ep > 1), outputs)
 
 
 def _mlp_widths(model: Model, specs: tuple[ParamSpec, ...], tp: int) -> tuple[int, int, int]:
@@ -253,6 +255,22 @@ def _routed_backward(h: int, inner: int, ways: int, compute: int, stream: int, d
     """Peak of the backward pass through experts, as `_routed_forward`: first of the order of rows."""
     found = max(3 * ways * stream * h, 2 * ways * compute * (inner + h))
     return max(found, ways * compute * (2 * inner + 4 * h)) if divided else found
+
+
+def _routed_outputs(h: int, experts: int, ways: int, compute: int, stream: int, shares: bool) -> int:
+    """Of the operations around experts: the router's logits, their float32 copy and probabilities, what is chosen of
+    them with its numbers, and what experts give, which `_outputs` counts as the output of an MLP. An operator trace
+    holds nothing of what is inside experts. shares: whether there is something that all tokens go through besides,
+    which is weighed and added."""
+    return (experts * (compute + 8) + ways * ORDERS) + (3 * stream if shares else stream - compute) * h
+
+
+def _router_copies(specs: tuple[ParamSpec, ...]) -> int:
+    """Of routers that are no linear layers, in a model of half precision: each step rounds their matrix to float32, and
+    autocast casts that. specs: of a layer."""
+    experts = max((p.experts for p in specs), default=0)
+    routers = [p for p in specs if experts and len(p.shape) == 2 and p.shape[0] == experts and not p.experts]
+    return sum((4 * (not p.float32) + 2 * (not p.float32_product)) * prod(p.shape) for p in routers)
 
 
 def _divides_experts(specs: tuple[ParamSpec, ...]) -> bool:

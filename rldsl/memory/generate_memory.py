@@ -119,10 +119,10 @@ def _sampling_bytes(e: Generate, copy: Copy, slots: int, hidden: int) -> int:
 
 
 def _num_captures(e: Generate, copy: Copy, d: _Decoding, device: str) -> int:
-    """Captured steps that hold memory. Steps with experts are not captured, nor are those of conversations, nor on a
-    GPU those with collectives."""
-    alone = copy.layout.tp == 1 or device == "cpu"
-    if not alone or copy.model.sizes.experts_per_token or e.conversation is not None:
+    """Captured steps that hold memory. Those of conversations are not captured, nor on a GPU those with experts or
+    collectives."""
+    alone = copy.layout.tp == 1 and not copy.model.sizes.experts_per_token
+    if e.conversation is not None or device != "cpu" and not alone:
         return 0
     return num_captures_with_memory(d.prompt, d.new, device == "cpu")
 

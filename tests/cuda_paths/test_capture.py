@@ -285,7 +285,7 @@ def test_the_kernel_of_decoding_is_tried_before_the_first_step(tmp_path: Any, mo
 
 @pytest.mark.parametrize("axis", ["ep", "tp", ""])
 def test_what_is_captured_where_steps_communicate(axis: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ep ranks would capture at different steps, with a collective inside. Under tp a trace on a CPU holds them."""
+    """A trace on a CPU holds the collectives of tp, and those of ep inside opaque calls. A graph holds none."""
     shard = make_shard(plan_model(str(make_model(tmp_path / "m"))), 0)
     axes = replace(shard.axes, **{axis: Axis((0, 1), 0, None)}) if axis else shard.axes
 
@@ -294,6 +294,6 @@ def test_what_is_captured_where_steps_communicate(axis: str, tmp_path: Any, monk
 
     monkeypatch.setattr(DecodeState, "allocate", allocate)
     assert generate_module._may_capture(axes, CUDA) == (not axis)
-    with pytest.raises(InterruptedError, match=str(axis != "ep")):
+    with pytest.raises(InterruptedError, match="True"):
         generate(shard.stage, axes, pack([([3, 4], [])]), DRAWN, tokenizer_dir=shard.model.path, seed=1, step=1,
                  max_num_seqs=0)

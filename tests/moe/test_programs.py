@@ -22,6 +22,7 @@ from rldsl.verify import verify
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.memory.accounting import measured
+from tests.memory.estimates import compare_with_run
 from tests.memory.plans import Case, on, plan_of
 from tests.moe.shards import make
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -196,6 +197,17 @@ def test_estimates_are_what_runs_hold(tmp_path, monkeypatch):
     found = measured(encode(plan), tmp_path / "out", 2)
     for rank, curve in each_rank(curves(plan, "cpu")):
         assert peak(curve).bytes == pytest.approx(found[rank].peak, rel=0.10), f"rank {rank}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_are_in_the_estimate(dtype, tmp_path, monkeypatch):
+    """In bfloat16 a tenth of a call with long responses, for which the steps of four widths are held."""
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "m", "qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
+               num_hidden_layers=4, hidden_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+               intermediate_size=256, vocab_size=512, max_position_embeddings=512)
+    compare_with_run(tmp_path, Case("long responses", batch=48, prompt=24, response=100, dtype=dtype))
 
 
 REFUSED = [

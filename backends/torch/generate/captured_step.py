@@ -9,28 +9,31 @@ first capture is compared with the function once more, in a later state: bit for
 Captures that were not used for a while have no memory until they are used again.
 
 A function with collectives is captured by all ranks that run it together, or by none (`all_agree`): to compare a
-capture, all of them run it once more.
+capture, all of them run it once more. What is inside an opaque call (`kernels/opaque_calls.py`) is excepted: it runs
+once for each call of the function, whether that is run, captured, compared or replayed. So other ranks may take part in
+opaque calls that capture at other calls, or never, as those that share experts do.
 
 A function that reads numbers on the host is never captured: an operator trace would repeat what Python made of them,
 and a CUDA graph cannot hold what makes the host wait for the device. The calls before a capture look for such reads
 (`HostReads`), since a capture of a graph that fails leaves the allocator of the process damaged. If one fails all the
-same, `CaptureSwitch` makes it the last one.
+same, `CaptureSwitch` makes it the last one. Inside an opaque call an operator trace allows such reads, since a replay
+makes them again.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Outputs, trace
+from rldsl.backends.torch.kernels.opaque_calls import CallLog, CallRecorder, OpaqueFunction, opaque
 from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY
 
 CALLS_BEFORE_CAPTURE = 1  # a capture takes as long as a few calls
@@ -81,17 +84,28 @@ class CapturedSteps:
             self._allocate_memory(key, captured)
         if self.verified or not self.repeatable:
             return captured()
-        out = function()
-        self.verified = self.enabled = self.all_agree(all(map(self._equal, out, captured())))
+        return self._compare(captured, function)
+
+    def _compare(self, captured: Callable[[], Outputs], function: Callable[[], Outputs]) -> Outputs:
+        """Run the function, and compare the capture with it."""
+        if isinstance(captured, OpTrace):
+            with CallLog() as log:
+                out = function()
+            same = captured.repeats(out, log.calls)
+        else:
+            out = function()
+            same = all(map(self._equal, out, captured()))
+        self.verified = self.enabled = self.all_agree(same)
         return out
 
     def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        if self.device.type == "cpu" or not a.is_floating_point():
+        """Of a graph's results."""
+        if not a.is_floating_point():
             return torch.equal(a, b)
         return torch.allclose(a, b, rtol=GRAPH_TOLERANCE, atol=GRAPH_TOLERANCE, equal_nan=True)
 
     def _run_watched(self, function: Callable[[], Outputs]) -> Outputs:
-        with HostReads() as reads:
+        with HostReads(inside_calls=self.device.type != "cpu") as reads:
             out = function()
         self.enabled = self.all_agree(not reads.found)
         return out
@@ -114,16 +128,18 @@ class CapturedSteps:
         if self.device.type != "cpu":
             return self._capture_graph(key, function)
         captured: OpTrace | None = None
+        compares, log = self.repeatable and not self.verified, CallLog()
         try:
-            out, captured = trace(function)
+            with log if compares else nullcontext():
+                out, captured = trace(function)
         except NotTraceable as error:
             out = error.out
         self.enabled = self.all_agree(captured is not None)
         if captured is None or not self.enabled:
             return out
-        if self.repeatable and not self.verified:
+        if compares:
             expected = tuple(x.clone() for x in out)  # each run of the trace writes its results anew
-            self.enabled = self.all_agree(all(map(torch.equal, captured(), expected)))
+            self.enabled = self.all_agree(captured.repeats(expected, log.calls))
             if not self.enabled:
                 return expected
         self.captures[key] = captured
@@ -149,7 +165,9 @@ class HostReads:
     """Looks for what makes the host wait for the device, while it is entered: methods that read a tensor's memory,
     operators that copy between the two, and operators whose shape or value depends on data."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside_calls: bool = True) -> None:
+        """inside_calls: whether to look inside opaque calls, which an operator trace makes again and a graph cannot."""
+        self.inside_calls = inside_calls
         self.found = ""  # the name of the first one
 
     def __enter__(self) -> HostReads:
@@ -174,11 +192,17 @@ class _WatchedMethods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _WatchedOperators(TorchDispatchMode):
+class _WatchedOperators(CallRecorder):
     reads: HostReads
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+    def record_call(self, function: OpaqueFunction, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if self.reads.inside_calls:
+            with self:
+                return function(*inputs)
+        before = self.reads.found
+        out = opaque(function, *inputs)
+        self.reads.found = before  # methods have been seen all the same
+        return out
 
     def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -91,9 +91,11 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
 
 
 def _may_capture(axes: Axes, device: torch.device) -> bool:
-    """Whether decode steps may be captured. Expert parallelism reads on the host how many rows each rank gets. Traces
-    hold collectives; CUDA graphs with those of NCCL were never tried."""
-    return axes.ep.size == 1 and (axes.tp.size == 1 or device.type == "cpu")
+    """Whether decode steps may be captured. Traces hold collectives of tp, and experts as opaque calls, which
+    communicate over ep once in each step, on ranks that replay it as on others. CUDA graphs hold no call that reads on
+    the host, as expert parallelism does to know how many rows each rank gets; graphs with collectives of NCCL were
+    never tried."""
+    return device.type == "cpu" or axes.ep.size == axes.tp.size == 1
 
 
 def _as_prompts(batch: PackedBatch) -> PackedBatch:

@@ -8,24 +8,32 @@ Python out and calls the same kernels in the same order, so it gives the same nu
 that every run writes anew, so views of results need not be made again either. On CUDA, a captured graph is the same
 idea.
 
-Collectives are operators, too; the trace waits for each one before it runs the next operator. A function that branches
-on values is not traceable. It still runs to its end, since other ranks may take part in the rest of it. What the tracer
-cannot see (Python that reads a tensor's memory) shows when the trace is compared with the function
-(`captured_step.py`). Errors: NotTraceable.
+Collectives are operators, too; the trace waits for each one before it runs the next operator. An opaque call
+(`kernels/opaque_calls.py`) is one step, which calls its function again. A function that branches on values is not
+traceable. It still runs to its end, since other ranks may take part in the rest of it. What the tracer cannot see
+(Python that reads a tensor's memory) shows when the trace is compared with the function (`captured_step.py`).
+Errors: NotTraceable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 from rldsl.backends.torch.kernels import cpu_kernels, cpu_sampling, few_row_products, ordered_kernels
 from rldsl.backends.torch.kernels.kernel_library import joined
+from rldsl.backends.torch.kernels.opaque_calls import (
+    CallRecorder,
+    OpaqueFunction,
+    OpaqueStep,
+    RecordedCall,
+    ThreadState,
+    opaque,
+)
 from rldsl.runtime import shared_memory
 
 Outputs = tuple[torch.Tensor, ...]
@@ -67,11 +75,28 @@ class OpTrace:
         self.storage = storage  # the memory of what the operators make, which each run writes anew
 
     def __call__(self) -> Outputs:
-        # what was captured is below autocast, autograd and modes of functions, and must not meet them again
-        with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction():
-            for op in self.ops:
-                op()
+        _run(self.ops)
         return self.out
+
+    def repeats(self, out: Outputs, calls: Sequence[RecordedCall]) -> bool:
+        """Whether the trace computes what the function has just computed, bit for bit. out: its results. calls: its
+        opaque calls, which are not made again, since other ranks may take part in each of them once. All other steps
+        run in any case, since other ranks may take part in these."""
+        remaining = [*calls]
+        same = []
+
+        def take(step: OpaqueStep) -> None:
+            same.append(step.take(remaining.pop(0) if remaining else None))
+
+        _run([partial(take, op) if isinstance(op, OpaqueStep) else op for op in self.ops])
+        return not remaining and all(same) and all(map(torch.equal, self.out, out))
+
+
+def _run(ops: Sequence[Callable[[], Any]]) -> None:
+    # what was captured is below autocast, autograd and modes of functions, and must not meet them again
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction():
+        for op in ops:
+            op()
 
 
 def trace(function: Callable[[], Outputs]) -> tuple[Outputs, OpTrace]:
@@ -85,9 +110,9 @@ def trace(function: Callable[[], Outputs]) -> tuple[Outputs, OpTrace]:
     return out, OpTrace(joined(tracer.ops), out, ReleasableStorage(tracer.made.values()))
 
 
-class _Tracer(TorchDispatchMode):
+class _Tracer(CallRecorder):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch declares it without types
+        super().__init__()
         self.ops: list[Callable[[], Any]] = []
         self.made: dict[int, torch.Tensor] = {}  # by storage: a tensor of each storage that an operator made
         self.inputs: set[int] = set()            # storages that existed before
@@ -112,6 +137,17 @@ class _Tracer(TorchDispatchMode):
             self.unfilled -= {x.untyped_storage()._cdata for x in _tensors(written)}
             if self.unfilled & {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}:
                 self.refused = f"{func} reads memory that no operator filled"
+
+    def record_call(self, function: OpaqueFunction, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        before, state = [x.clone() for x in inputs], ThreadState.current()
+        out = opaque(function, *inputs).clone()  # the steps write to it, so nothing else may be there
+        if not all(map(torch.equal, inputs, before)):
+            self.refused = self.refused or "an opaque call changes its inputs"
+        elif self.unfilled & {x.untyped_storage()._cdata for x in inputs}:
+            self.refused = self.refused or "an opaque call reads memory that no operator filled"
+        self._note_storages(inputs, {}, out)
+        self.ops.append(OpaqueStep(function, inputs, out, state))
+        return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -9,6 +9,9 @@ each rank computes a part of every expert, and the parts are summed. In an invar
 summed in one tree before rows return to their tokens, and the experts of a token are added in the order of its choices:
 that is the same under every ep and tp, but under tp a row is sent for each expert of a token.
 Invariant: no token is dropped, so results do not depend on the placement.
+
+How many rows an expert gets is read on the host, and under ep it is sent, so a trace of operators cannot hold what is
+inside. On a CPU and without gradients, as in decoding, it is one opaque call (`kernels/opaque_calls.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from rldsl.backends.torch.kernels.opaque_calls import opaque_on_cpu
 from rldsl.backends.torch.kernels.row_gathers import inverse_of, reorder, repeat_and_reorder
 from rldsl.backends.torch.model.collectives import (
     all_to_all,
@@ -41,7 +45,7 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
     """Give `module` its forward: (tokens [T, H], chosen experts [T, K], their weights [T, K]) -> [T, H]. num_experts:
     of the whole layer. cuts: of the inputs of down projections in an invariant model (`tree_sums.py`). ordered: if
     gradients have one order. copies: of the weights of an invariant model."""
-    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if tp.size > 1 and ordered is None:
             hidden = copy_to_tensor_parallel_region(hidden, tp)
         if tp.size > 1 and cuts is None:  # else the weights are applied to complete sums
@@ -79,6 +83,9 @@ def parallelize_experts(module: Any, num_experts: int, tp: Axis, ep: Axis, cuts:
             return complete.to(hidden.dtype)
         out = by_choice.sum(1).to(hidden.dtype)
         return reduce_from_tensor_parallel_region(out, tp) if tp.size > 1 else out
+
+    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return opaque_on_cpu(run, hidden, chosen, weights)
 
     module.forward = forward
 
