@@ -50,7 +50,7 @@ def _in_vectors(compute: Callable[..., Any], *inputs: torch.Tensor) -> torch.Ten
         compute(*given, out=found)
     if whole < count:
         *given, found = (x[whole:] for x in flat)
-        complete = pad_to_multiple(found, VECTORS)
+        complete = found.new_empty(VECTORS)
         compute(*(pad_to_multiple(x, VECTORS) for x in given), out=complete)
         found.copy_(complete[: count - whole])
     return out
