@@ -32,6 +32,7 @@ SLOT_BYTES = 1 << 21  # that a rank gives at a time
 SLOTS = 2             # of a rank: one is read while the next is written
 ONE_ROUND = 1 << 17   # bytes up to which each rank adds all itself, instead of a part for all
 SPIN_SECONDS = 1e-4   # of looking for a token before a rank sleeps: to be woken takes about as long
+MAX_POLL = 2**31 - 1  # milliseconds that a system call waits at most
 TOKEN = struct.Struct("<qqqq")  # group, number of the call in it, its kind, bytes
 COMBINE: Mapping[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
 KINDS = ("sum", "max", "parts", "gather", "exchange")
@@ -147,7 +148,7 @@ def _receive(peer: Peer, timeout: float | None) -> bytes:
             raise RuntimeError(f"connection closed by rank {peer.rank}: {error}") from None
         waiting = select.poll()
         waiting.register(file, select.POLLIN)
-        if not waiting.poll(None if timeout is None else timeout * 1e3):
+        if not waiting.poll(None if timeout is None else min(timeout * 1e3, MAX_POLL)):
             raise RuntimeError(f"timed out after {timeout:g} s of waiting for rank {peer.rank}")
     if not token:
         raise RuntimeError(f"connection closed by rank {peer.rank}")

@@ -100,6 +100,19 @@ def edge_cases(rank: int) -> None:
         assert mine.tolist() == [2.0] * 3
 
 
+def very_patient(rank: int) -> float:
+    held, _ = share(timeout=1e9)
+    assert held
+    time.sleep(0.05 * rank)  # so that the other one sleeps
+    total = torch.tensor(1.0)
+    all_reduce(total)
+    return float(total)
+
+
+def test_a_timeout_may_be_long() -> None:
+    assert run_world(2, very_patient) == [2.0, 2.0]
+
+
 def test_edge_cases() -> None:
     run_world(2, edge_cases)
 
