@@ -20,7 +20,6 @@ from rldsl.backends.torch.model.gradient_sums import Leaves
 from rldsl.backends.torch.model.load_weights import HeldPieces
 from rldsl.backends.torch.model.lora import LoraAdapter
 from rldsl.backends.torch.model.row_groups import RowGroups
-from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from rldsl.backends.torch.model.skeleton import aliases_of, rope_width
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
 from rldsl.backends.torch.model.weight_copies import WeightCopies
@@ -65,7 +64,7 @@ class Installer:
     device: torch.device
     tp: Axis
     ep: Axis
-    sequence_parallel: SequenceParallel
+    column_input: ColumnParallelInput
     ordered: bool                         # gradients have one order of sums (`invariant=training`)
     row_groups: Callable[[], RowGroups]   # those of the pass under way, of such a model
     source_grads: Callable[[str], Callable[[], SourceGrads | None]]  # of the module of experts of this name
@@ -79,7 +78,6 @@ class Installer:
         bias = next((n for n, p in self.skeleton.named_parameters() if p is getattr(output, "bias", None)), "")
         read_as_head = {id(output)} | ({id(embedding)} if output is not None and output.weight is embedding.weight
                                        else set())
-        column_input = ColumnParallelInput(self.tp, self.sequence_parallel)
         found = Installed(self._undivided_head(output))
         up_leaves: Leaves | None = None  # of the up projections of experts, which come before the down projections
         for name, (parameter, pieces) in held.items():
@@ -99,7 +97,7 @@ class Installer:
                 self._parallelize_experts(path, attribute, parameter, up_leaves)
             elif attribute == "weight":
                 start = pieces[0].box[0][0] if pieces[0].box else 0
-                self._parallelize(module, parameter, start, column_input, adapters.get(path))
+                self._parallelize(module, parameter, start, adapters.get(path))
                 if self.last and id(module) in read_as_head:
                     self._set_head(found.head, local[name], parameter, start)
         self._fill_absent(local, aliases)
@@ -128,12 +126,11 @@ class Installer:
         parts = summed_output(parameter.spec) if self.ordered else None
         return column_leaves(parts, self.tp.size, self.tp.index) if parts else None
 
-    def _parallelize(self, module: nn.Module, parameter: Parameter, start: int, column_input: ColumnParallelInput,
-                     adapter: LoraAdapter | None) -> None:
+    def _parallelize(self, module: nn.Module, parameter: Parameter, start: int, adapter: LoraAdapter | None) -> None:
         """Give a module the collectives of its weight. start: the weight's first row here."""
         spec = parameter.spec
         layer = spec.layer if parameter.layer is None else parameter.layer
-        parallelize(module, spec.style, self.tp, start, column_input, adapter, self._cuts(parameter),
+        parallelize(module, spec.style, self.tp, start, self.column_input, adapter, self._cuts(parameter),
                     self._leaves(parameter), self.row_groups if self.ordered else None, spec.shape[0],
                     rope_width(self.text, layer), self.copies)
 

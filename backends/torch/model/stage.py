@@ -41,6 +41,7 @@ from rldsl.backends.torch.model.skeleton import (
     move_buffers,
     only_multiplied,
 )
+from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput
 from rldsl.backends.torch.model.vision import Vision, features_of, offsets_of
 from rldsl.backends.torch.model.weight_copies import WeightCopies
 from rldsl.backends.torch.model.zero import ZeroSharding
@@ -120,6 +121,7 @@ class Stage(ActivationCheckpointing):
         self._shard_parameters(skeleton, layout.zero, axes, model.invariant_training)
         gathered = gathered_children((*model.params, *model.base))
         self.sequence_parallel = SequenceParallel(axes.tp, bool(gathered) and not self._needs_complete_sequences())
+        self.column_input = ColumnParallelInput(axes.tp, self.sequence_parallel)
         self._order_sums(model, axes)
         self._fuse(skeleton, model, axes.cp)
         self._install_parameters(skeleton, model, axes.tp, axes.ep)
@@ -197,7 +199,7 @@ class Stage(ActivationCheckpointing):
     def _install_parameters(self, skeleton: Any, model: Model, tp: Axis, ep: Axis) -> None:
         """Put local parameters into the modules of the whole model, with their collectives."""
         installer = Installer(skeleton, model, self.config.get_text_config(), self.last, self.device, tp, ep,
-                              self.sequence_parallel, self.ordered_gradients, self._row_groups, self._source_grads_of,
+                              self.column_input, self.ordered_gradients, self._row_groups, self._source_grads_of,
                               self.weight_copies)
         held = {**self.base_held, **self.unsharded_held}
         local = {**self.base, **self.unsharded}
@@ -249,7 +251,10 @@ class Stage(ActivationCheckpointing):
     def _in_its_pass(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's forward that can be recomputed: the backward pass comes when another pass is the current one."""
         def inside(*args: Any, sequences: PackedAttention, **kwargs: Any) -> Any:
-            return self.current.inside(sequences, plain, *args, **kwargs)
+            try:
+                return self.current.inside(sequences, plain, *args, **kwargs)
+            finally:
+                self.column_input.forget()
 
         checkpointed = self.checkpointed(inside)
         return lambda *args, **kwargs: checkpointed(*args, sequences=self.current.sequences, **kwargs)

@@ -8,7 +8,6 @@ forward and all-reduce backward into a tensor-parallel region, the reverse out o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,25 +33,24 @@ from rldsl.runtime.backend import Axis
 
 
 class ColumnParallelInput:
-    """The input of column-parallel modules. Modules that read the same tensor (q, k and v; gate and up) share one copy
-    into the region, so that its gradient is all-reduced once."""
+    """The input of column-parallel modules. Those of a layer that read the same tensor (q, k and v; gate and up) share
+    one copy into the region, so that its gradient is all-reduced once. Which ones share may not depend on how long a
+    copy happens to live: then ranks would not agree on the all-reduces of a backward pass."""
 
     def __init__(self, tp: Axis, sequence_parallel: SequenceParallel):
         self.tp, self.sequence_parallel = tp, sequence_parallel
-        # weak: they must not keep activations alive
-        self._last_input: weakref.ref[torch.Tensor] | None = None
-        self._last_copy: weakref.ref[torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # an input and its copy
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.sequence_parallel.active:
+        if self.sequence_parallel.active or not torch.is_grad_enabled():
             return x
-        copy = None
-        if self._last_input is not None and self._last_copy is not None and self._last_input() is x:
-            copy = self._last_copy()
-        if copy is None:
-            copy = copy_to_tensor_parallel_region(x, self.tp)
-            self._last_input, self._last_copy = weakref.ref(x), weakref.ref(copy)
-        return copy
+        if self._last is None or self._last[0] is not x:
+            self._last = x, copy_to_tensor_parallel_region(x, self.tp)
+        return self._last[1]
+
+    def forget(self) -> None:
+        """At the end of a layer, so that no activation is kept alive."""
+        self._last = None
 
 
 def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, column_input: ColumnParallelInput,
