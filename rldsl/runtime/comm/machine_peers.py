@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,9 +58,18 @@ def share_memory(groups: Sequence[Group], timeout: timedelta | None) -> tuple[Sh
         own = (machine_digest() if opened else os.urandom(DIGEST)) + name  # without them a rank is alone
         table = [bytes(x) for x in all_gather(torch.tensor(list(own), dtype=torch.uint8, device=CPU)).tolist()]
         names = {r: other[DIGEST:] for r, other in enumerate(table) if other[:DIGEST] == own[:DIGEST]}
-        if opened is not None and 1 < len(names) <= MAX_RANKS:
+        alone = opened is None or not 1 < len(names) <= MAX_RANKS
+        below: dict[int, socket.socket] = {}
+        if not alone:
             try:
-                connected = _connect(rank, names, *opened, size)
+                below = {r: _call(_address(name)) for r, name in names.items() if r < rank}
+            except OSError:
+                complete = False
+        if not all_agree(complete, dist.group.WORLD, CPU):  # before any rank waits for a call that does not come
+            return ()
+        if opened is not None and not alone:
+            try:
+                connected = _connect(rank, names, below, *opened, size)
             except (OSError, ValueError):
                 complete = False
     if not all_agree(complete, dist.group.WORLD, CPU):
@@ -111,22 +120,21 @@ def _address(name: bytes) -> str:
     return f"\0rldsl-{name.hex()}"
 
 
-def _connect(rank: int, names: Mapping[int, bytes], listener: socket.socket, file: int, size: int
-             ) -> dict[int, Connected]:
-    """The ranks of this machine, this one included. names: rank -> name of its socket. file: this rank's memory, of
-    `size` bytes. Errors: OSError, ValueError."""
+def _connect(rank: int, ranks: Collection[int], below: Mapping[int, socket.socket], listener: socket.socket, file: int,
+             size: int) -> dict[int, Connected]:
+    """The ranks of this machine, this one included. ranks: their numbers. below: the sockets of those with lower
+    numbers, which this one has called. file: this rank's memory, of `size` bytes. Errors: OSError, ValueError."""
     found = {rank: Connected(None, _mapped(file, size))}
-    below = {r: _call(_address(name)) for r, name in names.items() if r < rank}
     for other in below.values():
         socket.send_fds(other, [HELLO.pack(rank)], [file])
-    for _ in range(sum(r > rank for r in names)):
+    for _ in range(sum(r > rank for r in ranks)):
         other, _ = listener.accept()
         other.settimeout(SETUP_SECONDS)
         who = _take(other, found, size)
-        if who not in names or who <= rank:
+        if who not in ranks or who <= rank:
             raise ValueError(f"rank {who} has connected to rank {rank}")
         socket.send_fds(other, [HELLO.pack(rank)], [file])
-    for r, other in below.items():  # they answer once they have called those below them
+    for r, other in below.items():
         if _take(other, found, size) != r:
             raise ValueError(f"rank {r} has another number")
     return found

@@ -26,7 +26,7 @@ from rldsl.runtime.rewards.worker_process import LOAD, RowChunk, Worker
 
 SECONDS_PER_ROW = 60.0  # default time limit of a function
 SECONDS_TO_LOAD = 300.0  # time limit of importing the files: they may load models
-CHUNKS_PER_WORKER = 4  # of several, so that none waits long for the others
+CHUNKS_PER_WORKER = 4  # so that no worker waits long for the others
 MAX_CHUNK_ROWS = 64
 MAX_START_ATTEMPTS = 3  # per worker, if workers die before they get a row
 
@@ -114,8 +114,7 @@ class RewardPool:
         function returns a single number however many rows it gets."""
         if function.id in self.row_by_row:
             return RowChunk(0, rows).singles()
-        at_once = CHUNKS_PER_WORKER * len(self.workers) if len(self.workers) > 1 else 1
-        parts = max(-(-rows // MAX_CHUNK_ROWS), min(rows // 2, at_once), min(rows, 1))
+        parts = max(-(-rows // MAX_CHUNK_ROWS), min(rows // 2, CHUNKS_PER_WORKER * len(self.workers)), min(rows, 1))
         cuts = [rows * i // parts for i in range(parts + 1)] if parts else []
         return [RowChunk(*ends) for ends in pairwise(cuts)]
 
