@@ -154,7 +154,10 @@ def test_an_error_that_means_a_lost_peer(error: BaseException, gone: bool) -> No
     (MemoryError(), "RL0707"), (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "RL0707"),
     (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), "RL0707"),
     (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "RL0707"), (RuntimeError("unhandled cuda error, nccl"), "RL0799"),
-    (ValueError("out of memory"), "RL0799")])
+    (ValueError("out of memory"), "RL0799"),
+    (OSError(24, "Too many open files"), "RL0707"), (OSError(23, "Too many open files in system"), "RL0707"),
+    (RuntimeError("[enforce fail at gloo/transport/tcp] epoll_create: Too many open files"), "RL0707"),
+    (OSError(2, "No such file"), "RL0799")])
 def test_a_full_device_is_not_another_rank_s_death(error: BaseException, code: str) -> None:
     assert [d.code for d in describe_own_error(error, 3, "train")] == [code]
 

@@ -1,10 +1,12 @@
 """The message with which a run ends. In: an exception, or what a post-mortem found. Out: diagnostics.
 
-Codes: RL0707 out of memory, RL0709 another rank is gone, stopped, or does not arrive, RL0799 an internal error.
+Codes: RL0707 out of memory or of files, RL0709 another rank is gone, stopped, or does not arrive, RL0799 an internal
+error.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -41,6 +43,9 @@ def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Dia
     if ran_out_of_memory(error):
         return (Diagnostic("RL0707", f"rank {rank} ran out of memory", place=where,
                            help="use a larger mesh, a larger tp or pp, a smaller mbs, or offload=true"),)
+    if ran_out_of_files(error):
+        return (Diagnostic("RL0707", f"rank {rank} may open no more files", place=where, notes=(str(error),),
+                           help="raise the limit in the shell that starts the run, for example `ulimit -n 4096`"),)
     if lost_contact(error):
         return ()
     return (Diagnostic("RL0799", f"internal error (please report it): {type(error).__name__}: {error}", place=where),)
@@ -52,6 +57,12 @@ def ran_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or isinstance(
         error, RuntimeError) and any(sign in text for sign in ("out of memory", "alloc_failed"))
+
+
+def ran_out_of_files(error: BaseException) -> bool:
+    """Whether a process has as many files and sockets open as the system allows, also where gloo says so."""
+    return (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+            or isinstance(error, RuntimeError) and "too many open files" in str(error).lower())
 
 
 def lost_contact(error: BaseException) -> bool:
