@@ -12,40 +12,37 @@ every rank of it makes these calls together, with tensors of equal shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rldsl.runtime.shared_memory import shared_memory_name
+from rldsl.runtime.shared_memory import COMBINE, shared_memory_name
 
 # bytes of a message from rank to rank up to which a collective over gloo is an exchange of all with all
 MAX_EXCHANGED = 1 << 17
 # torch 2.13 renames them
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-SHARED_COMBINE = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}  # op -> its name for `shared_memory.py`
-COMBINE: Mapping[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum,
-}
+OP_NAMES: Mapping[Any, str] = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}  # as in `shared_memory.COMBINE`
 
 
 def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
     """Combine x over the ranks, in place. op: a ReduceOp. The maximum of NaN and a number may be either: gloo
     compares."""
-    if op in SHARED_COMBINE and (name := _shared(x, group)):
+    if op in OP_NAMES and (name := _shared(x, group)):
         own = x.detach()
         total = own.contiguous()
-        torch.ops.rldsl.shared_all_reduce(total, SHARED_COMBINE[op], name)
+        torch.ops.rldsl.shared_all_reduce(total, OP_NAMES[op], name)
         if total is not own:
             own.copy_(total)
-    elif op not in COMBINE or not _is_exchanged(x):
+    elif op not in OP_NAMES or not _is_exchanged(x):
         dist.all_reduce(x, op=op, group=group)
     elif (ranks := dist.get_world_size(group)) > 1:
         parts = _exchange(x.detach().reshape(1, -1).expand(ranks, -1), group)
-        x.detach().copy_(reduce(COMBINE[op], parts.unbind()).view(x.shape))
+        x.detach().copy_(reduce(COMBINE[OP_NAMES[op]], parts.unbind()).view(x.shape))
 
 
 def all_agree(yes: bool, group: Any, device: torch.device) -> bool:

@@ -184,14 +184,17 @@ def shared_memory_name(group: Any) -> str | None:
 
 
 def all_reduce(x: torch.Tensor, op: str, name: str) -> None:
+    """See `SharedMemoryGroup.all_reduce`, of the group of this name. op: of `COMBINE`."""
     _GROUPS[name].all_reduce(x, op)
 
 
 def all_gather(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
+    """See `SharedMemoryGroup.all_gather`."""
     _GROUPS[name].all_gather(x, out)
 
 
 def all_to_all(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
+    """See `SharedMemoryGroup.all_to_all`."""
     _GROUPS[name].all_to_all(x, out)
 
 

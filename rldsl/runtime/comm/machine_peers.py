@@ -2,7 +2,7 @@
 
 In: the groups of a run, connected by gloo. Out: those whose ranks are all on one machine, for as long as they are held.
 Ranks map each other's memory, a file without a name that they get through a Unix socket, so nothing stays behind when a
-rank is killed. Where any rank of the run cannot connect, all of them use gloo.
+rank is killed. A rank that has no such memory or sockets uses gloo with all others; where a connection fails, all do.
 """
 
 from __future__ import annotations
