@@ -4,6 +4,8 @@ takes to do so, and each rank would wait for it.
 In: a module, its arguments and the number of ranks. Out: how they ended. Ranks get the environment variables
 that torchrun would set, each in its own session; rank 0 holds the store where they meet.
 Invariant: no rank outlives `run`: once one has failed, or after Ctrl-C, the others get a signal and `PATIENCE` seconds.
+Where rank 0 was killed, and the store with it, they first get `NOTICE` seconds to see that themselves: after SIGTERM
+they could not tell it from a rank that was asked to stop.
 SIGTERM goes to the ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends
 this process (143).
 """
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 PATIENCE = 30.0  # seconds that ranks have to end after a signal, as with torchrun
+NOTICE = 15.0    # seconds that ranks have to notice that rank 0 was killed; they need some 4
 PERIOD = 0.02    # seconds between looks
 
 
@@ -56,6 +59,8 @@ def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
                                               start_new_session=True,
                                               env=os.environ | _environment(rank, world, port)))
             first = _first_failure(ranks)
+            if ranks[0].poll() and ranks[0].returncode < 0 and not forwarded:
+                _wait(ranks, NOTICE)
     except KeyboardInterrupt:
         _end(ranks, signal.SIGINT)
         return Ending(128 + signal.SIGINT, {}, forwarded)
@@ -96,16 +101,21 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     """Wait for the ranks, after a signal and `PATIENCE` at most; another Ctrl-C ends the waiting."""
-    until = time.monotonic() + PATIENCE
     try:
         _send(ranks, number)
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
-            time.sleep(PERIOD)
+        _wait(ranks, PATIENCE)
     except KeyboardInterrupt:
         pass
     _send(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.wait()
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all have ended, `seconds` at most."""
+    until = time.monotonic() + seconds
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+        time.sleep(PERIOD)
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:

@@ -19,11 +19,12 @@ from rldsl.postmortem.dumps import EventRun, Heartbeat, Phase, RankPosition
 from rldsl.runtime.health import heartbeats as module
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.heartbeats import PeerMonitor, StallDetector
+from rldsl.runtime.local_ranks import held_port
 from tests.postmortem.runs import _store
 from tests.world import context
 
 
-def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
+def _rank(rank: int, port: int, folder: str, waits: bool, holds_store: bool = False) -> None:
     """Its main thread is in a collective that never returns and does not notice that anybody is gone, as with NCCL."""
     import torch.distributed as dist
 
@@ -32,7 +33,7 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(said, 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
-    store = dist.TCPStore("localhost", port, is_master=False)
+    store = dist.TCPStore("localhost", port, is_master=holds_store)
     watch = watchdog.Watchdog(store, rank, 3, None, 600.0, asynchronous=True)
     watch.stops_after_step = waits
     watch.ring.begin_event(Free(id=7, mesh="m", buffers=(), at="p.rlf:1:1"))
@@ -68,6 +69,31 @@ def test_a_death_that_breaks_no_connection(tmp_path: Path, told: bool) -> None:
     finally:
         for process in (*ranks, store):
             process.kill()
+
+
+@pytest.mark.thorough
+def test_the_death_of_the_rank_that_holds_the_store(tmp_path: Path) -> None:
+    """Nobody tells the others, who are in long work of their own: each sees it, and each says so."""
+    with held_port() as port:
+        ranks = [context().Process(target=_rank, daemon=True, args=(r, port, str(tmp_path), True, r == 0))
+                 for r in range(3)]
+        try:
+            for rank in ranks:
+                rank.start()
+            end = time.monotonic() + 60
+            while not all((tmp_path / str(r)).exists() for r in range(3)) and time.monotonic() < end:
+                time.sleep(0.05)
+            time.sleep(1.5)  # a sign of life of each
+            assert all(rank.is_alive() for rank in ranks)
+            os.kill(ranks[0].pid, signal.SIGKILL)
+            for rank in ranks[1:]:
+                rank.join(30)
+            text = (tmp_path / "said").read_text()
+            assert [rank.exitcode for rank in ranks[1:]] == [1, 1], text
+            assert text.count("error[RL0709]: rank 0 exited without an error message") == text.count("error[") == 2
+        finally:
+            for process in ranks:
+                process.kill()
 
 
 class Signs:

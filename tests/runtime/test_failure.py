@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -101,11 +103,9 @@ def test_a_killed_rank_is_named_and_the_checkpoint_is_whole(place: Path) -> None
     AutoModelForCausalLM.from_pretrained(whole)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_under_our_launcher(place: Path, rank: int) -> None:
-    """Rank 0 takes the store with it. The library of its peers adds no trace for each try to reach it."""
-    plan = compiled(steps=20000)
+@contextmanager
+def under_our_launcher(plan: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher of two ranks that have written a checkpoint. What they say goes to the file `said`."""
     with Path("said").open("w") as said, subprocess.Popen(
             [sys.executable, "-m", "rldsl.runtime.launch", "--parent", str(os.getpid()), "--standalone",
              "--nproc-per-node", "2", "-m", "rldsl.run", str(plan), "--out", "out", "--device", "cpu"],
@@ -114,11 +114,34 @@ def test_a_rank_that_is_killed_under_our_launcher(place: Path, rank: int) -> Non
         while not Path("out/model").is_dir():
             assert launcher.poll() is None and time.monotonic() < end, Path("said").read_text()
             time.sleep(0.02)
-        os.kill(sorted(children(launcher.pid))[rank], signal.SIGKILL)
-        status = launcher.wait(100)
-    text = failed(status, Path("said").read_text())
+        yield launcher
+
+
+def names_the_killed(launcher: subprocess.Popen[bytes], rank: int) -> None:
+    text = failed(launcher.wait(100), Path("said").read_text())
     assert f"error[RL0709]: rank {rank} exited without an error message" in text, text
     assert "it was killed, possibly because memory ran out" in text and "frame #" not in text, text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_under_our_launcher(place: Path, rank: int) -> None:
+    """Rank 0 takes the store with it. The library of its peers adds no trace for each try to reach it."""
+    with under_our_launcher(compiled(steps=20000)) as launcher:
+        os.kill(sorted(children(launcher.pid))[rank], signal.SIGKILL)
+        names_the_killed(launcher, rank)
+
+
+@pytest.mark.thorough
+def test_rank_0_is_killed_while_the_other_does_not_look(place: Path) -> None:
+    """The launcher sees it first: nobody asked the run to stop."""
+    with under_our_launcher(compiled(steps=20000)) as launcher:
+        first, other = sorted(children(launcher.pid))
+        os.kill(other, signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL)
+        time.sleep(1)  # the launcher looks 50 times meanwhile
+        os.kill(other, signal.SIGCONT)
+        names_the_killed(launcher, 0)
 
 
 def test_the_wrong_number_of_ranks(place: Path) -> None:

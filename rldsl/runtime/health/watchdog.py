@@ -205,6 +205,8 @@ class Watchdog:
             if self.heartbeats.first_failure():
                 self._stop_after_failure()
             stalled = stall.seconds(position)
+            if self.ring.is_running and self._first_rank.is_gone() and not self.heartbeats.is_store_alive():
+                self._stop_for_others("rank 0 exited without an error message")
             if self.ring.is_running and next_rank.is_gone(SILENCE, far, stalled):
                 self._stop_for_others(f"rank {next_rank.rank} exited without an error message")
             if position.seconds < self._timeout:
