@@ -18,7 +18,7 @@ from rldsl.plan.events import Sampling
 pytestmark = [pytest.mark.skipif(not kernel_library.available(), reason="no C compiler"), pytest.mark.numeric]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 17, 33, 48, 63, 64, 65, 72, 130])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 48, 63, 64, 65, 72, 130])
 @pytest.mark.parametrize("size, columns", [(1, 1), (5, 7), (16, 48), (17, 49), (64, 97), (100, 130)])
 def test_products(rows: int, size: int, columns: int) -> None:
     """Rows with others between them, blocks and tiles of which the last ones are smaller, with and without a bias."""
@@ -28,18 +28,32 @@ def test_products(rows: int, size: int, columns: int) -> None:
         torch.testing.assert_close(few_row_product(x, weight, b), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 65])
+@pytest.mark.parametrize("size, columns", [(1023, 9), (1024, 53), (1031, 55)])
+def test_products_of_long_rows(rows: int, size: int, columns: int) -> None:
+    """In tiles of other sizes."""
+    x, weight = torch.randn(rows, size), torch.randn(columns, size) / size**0.5
+    torch.testing.assert_close(few_row_product(x, weight), (x.double() @ weight.double().T).float(), rtol=1e-5,
+                               atol=1e-5)
+
+
 def test_a_row_is_the_same_among_others() -> None:
-    """Whatever rows are with it: sums have the order of the inputs in each kind of tile."""
-    x, weight = torch.randn(64, 40), torch.randn(50, 40)
-    whole = few_row_product(x, weight)
-    for rows in (5, 8, 16, 30, 48):
-        assert torch.equal(few_row_product(x[:rows], weight), whole[:rows])
+    """Whatever rows are with it: up to four, and more. Sums have one order in each kind of tile."""
+    for size in (40, 1040):
+        x, weight = torch.randn(64, size), torch.randn(50, size)
+        for counts in ((1, 2, 3, 4), (5, 8, 16, 30, 48, 64)):
+            whole = few_row_product(x[: counts[-1]], weight)
+            for rows in counts:
+                assert torch.equal(few_row_product(x[:rows], weight), whole[:rows])
+        for rows in (1, 2, 3, 4):  # whatever columns are with one, too
+            assert torch.equal(few_row_product(x[:rows], weight[3:24].contiguous()),
+                               few_row_product(x[:rows], weight)[:, 3:24])
 
 
 def test_what_is_not_taken() -> None:
     x, weight = torch.randn(8, 16), nn.Parameter(torch.randn(4, 16))
     assert takes(x, weight) and takes(x, weight, torch.ones(4)) and takes(torch.randn(8, 32)[:, 3:19], weight)
-    assert not takes(x[:4], weight)
+    assert takes(x[:1], weight) and not takes(x[:0], weight)
     assert not takes(torch.empty(few_row_products.MAX_ELEMENTS // 16 + 1, 16), weight)
     assert not takes(torch.randn(16, 8).T, weight) and not takes(x, torch.randn(16, 4).T)
     assert not takes(x.double(), weight) and not takes(x.to("meta"), weight)
@@ -48,7 +62,7 @@ def test_what_is_not_taken() -> None:
         assert not takes(x, weight)
 
 
-@pytest.mark.parametrize("rows", [5, 8, 16, 50, 64, 70])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 16, 50, 64, 70])
 @pytest.mark.parametrize("columns", [1, 5, 47, 48, 300, 9000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_samples(rows: int, columns: int, temperature: float) -> None:

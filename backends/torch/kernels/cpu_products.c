@@ -2,23 +2,117 @@
    gradients of weights (`outer_products.py`), and samples from a head (`cpu_sampling.py`).
 
    A library copies a weight to an order of its own before it multiplies, which costs as much as the product where rows
-   are few. Here the weight is read as it is stored, once, an element at a time, and the rows are copied instead:
-   transposed, so that a vector holds an input of LANES rows. A tile has the sums of up to ROW_VECTORS such vectors and
-   TILE_COLUMNS columns in registers; tiles are transposed back in the cache. Sums have the order of the inputs. */
+   are few. Here the weight is read as it is stored, once, and the sums of a tile of rows and columns are in registers.
+
+   Up to DOT_ROWS rows: a vector holds LANES inputs, of a row or of a column, and LANES sums of a product are added at
+   the end. More rows are copied, transposed, so that a vector holds an input of LANES rows, each element of the weight
+   is multiplied with all of them, and tiles of up to ROW_VECTORS such vectors are transposed back in the cache. In
+   either way a row has the same bits, however many there are.
+
+   Time is that of reading the weight, which waits for memory. Short columns are not read in the order of memory, so the
+   processor does not fetch them ahead; a tile fetches what the next one reads, line by line in that order, which is
+   twice as fast as column by column. */
 
 #include "cpu_vectors.h"
 
+#define DOT_ROWS 4
 #if LANES == 16
 #define ROW_VECTORS 4 /* of rows in a tile, at most */
 #define TILE_COLUMNS(N) 6 /* of a tile. More, and their lines and those of the next tile evict one another */
+#define DOT_COLUMNS 4
+#define LONG_DOT_COLUMNS 6
 #else
 #define ROW_VECTORS 3
 #define TILE_COLUMNS(N) ((N) == 1 ? 8 : (N) == 2 ? 6 : 4)
+#define DOT_COLUMNS 2
+#define LONG_DOT_COLUMNS 2
 #endif
 #define MOST_COLUMNS 8
 #define GROUP 48 /* columns whose tiles are transposed back together: a multiple of those of a tile */
 #define HALF (LANES / 2)
 #define BLOCK_ROWS (ROW_VECTORS * LANES)
+#define LONG (1 << 10) /* inputs from which on the processor fetches the columns of a tile itself */
+
+/* total [rows, columns], vectors, += x [rows, n] * weight [columns, n], n <= LANES */
+static inline __attribute__((always_inline)) void dot_step(const float *x, int64_t x_row, const float *weight,
+                                                           int64_t size, int64_t n, vec *total, const int rows,
+                                                           const int columns) {
+  vec own[MOST_COLUMNS];
+#pragma GCC unroll 8
+  for (int c = 0; c < columns; c++) own[c] = load_up_to(weight + c * size, n);
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++) {
+    vec inputs = load_up_to(x + r * x_row, n);
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++) total[r * columns + c] += inputs * own[c];
+  }
+}
+
+/* out[row, column], rows `out_row` and columns `out_column` apart, = x [rows, size] @ weight [columns, size].T + bias of
+   a tile. fetches: the next tile of columns */
+static inline __attribute__((always_inline)) void dot_tile(const float *x, int64_t x_row, const float *weight,
+                                                           const float *bias, int64_t size, float *out, int64_t out_row,
+                                                           int64_t out_column, const int rows, const int columns,
+                                                           const int fetches) {
+  vec total[DOT_ROWS * MOST_COLUMNS];
+  float sums[DOT_ROWS * MOST_COLUMNS + LANES];
+  int64_t i = 0;
+#pragma GCC unroll 32
+  for (int j = 0; j < rows * columns; j++) total[j] = all(0);
+  for (; i + LANES <= size; i += LANES) {
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++)
+      if (fetches) __builtin_prefetch(weight + columns * (size + i) + c * LANES);
+    dot_step(x + i, x_row, weight + i, size, LANES, total, rows, columns);
+  }
+  if (i < size) dot_step(x + i, x_row, weight + i, size, size - i, total, rows, columns);
+  int count = rows * columns;
+#pragma GCC unroll 4
+  for (int lanes = LANES; lanes > 1; lanes /= 2) {
+#pragma GCC unroll 16
+    for (int j = 0; j < (count + 1) / 2; j++) total[j] = add_pairs(total[2 * j], total[least(2 * j + 1, count - 1)]);
+    count = (count + 1) / 2;
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < count; j++) store(sums + j * LANES, total[j]);
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++)
+      out[r * out_row + c * out_column] = sums[r * columns + c] + (bias ? bias[c] : 0);
+}
+
+static inline __attribute__((always_inline)) void dot_tiles(const float *x, int64_t x_row, const float *weight,
+                                                            const float *bias, int64_t size, int64_t columns,
+                                                            float *out, int64_t out_row, int64_t out_column,
+                                                            const int rows, const int at_once, const int fetches) {
+  int64_t c = 0;
+  for (; c + at_once <= columns; c += at_once)
+    dot_tile(x, x_row, weight + c * size, bias ? bias + c : NULL, size, out + c * out_column, out_row, out_column, rows,
+             at_once, fetches);
+  for (; c < columns; c++)
+    dot_tile(x, x_row, weight + c * size, bias ? bias + c : NULL, size, out + c * out_column, out_row, out_column, rows,
+             1, 0);
+}
+
+/* The same of at most DOT_ROWS rows and any number of columns */
+static void dot_products(const float *x, int64_t x_row, const float *weight, const float *bias, int64_t rows,
+                         int64_t size, int64_t columns, float *out, int64_t out_row, int64_t out_column) {
+#define WITH(ROWS, COLUMNS, FETCHES) \
+  dot_tiles(x, x_row, weight, bias, size, columns, out, out_row, out_column, ROWS, COLUMNS, FETCHES)
+#define CASE(ROWS)                                                                             \
+  case ROWS:                                                                                   \
+    if (size < LONG) WITH(ROWS, DOT_COLUMNS, 1); else WITH(ROWS, LONG_DOT_COLUMNS, 0); \
+    break;
+  switch (rows) {
+    CASE(1)
+    CASE(2)
+    CASE(3)
+    CASE(4)
+  }
+#undef CASE
+#undef WITH
+}
 
 /* sums [columns, vectors] of rows [size, vectors] and weight [columns, size], with bias or 0 first, in vectors of TYPE.
    What is fetched is of the next tile's columns, which are next in memory: the order in which numbers are read is not
@@ -108,14 +202,21 @@ static void group_product(const float *block, int64_t rows, const float *weight,
    Returns 1 without memory, else 0 */
 int few_row_product(const float *x, int64_t x_row, const float *weight, const float *bias, int64_t rows,
                     int64_t columns, int64_t size, float *out) {
-  float *blocks = aligned_alloc(64, ((rows + LANES - 1) / LANES * LANES * size * sizeof(float) + 63) / 64 * 64);
-  if (!blocks) return 1;
-  transposed_blocks(x, x_row, rows, size, blocks);
+  float *blocks = NULL;
+  if (rows > DOT_ROWS) {
+    blocks = aligned_alloc(64, ((rows + LANES - 1) / LANES * LANES * size * sizeof(float) + 63) / 64 * 64);
+    if (!blocks) return 1;
+    transposed_blocks(x, x_row, rows, size, blocks);
+  }
 #pragma omp parallel for if (rows * columns * size > 1 << 19)
-  for (int64_t c = 0; c < columns; c += GROUP)
-    for (int64_t row = 0; row < rows; row += BLOCK_ROWS)
-      group_product(blocks + row * size, least(BLOCK_ROWS, rows - row), weight + c * size, bias ? bias + c : NULL, size,
-                    least(GROUP, columns - c), out + row * columns + c, columns);
+  for (int64_t c = 0; c < columns; c += GROUP) {
+    const float *own = weight + c * size, *its_bias = bias ? bias + c : NULL;
+    int64_t count = least(GROUP, columns - c);
+    if (!blocks) dot_products(x, x_row, own, its_bias, rows, size, count, out + c, columns, 1);
+    for (int64_t row = 0; blocks && row < rows; row += BLOCK_ROWS)
+      group_product(blocks + row * size, least(BLOCK_ROWS, rows - row), own, its_bias, size, count,
+                    out + row * columns + c, columns);
+  }
   free(blocks);
   return 0;
 }
@@ -314,7 +415,7 @@ int few_row_sample(const float *x, int64_t x_row, const float *head, const doubl
   if (!memory) return 1;
   float *blocks = memory, *peaks = blocks + all_rows * size, *weights = peaks + all_rows * groups;
   float *most = weights + all_rows * groups, *logits = kept ? most + all_rows : NULL;
-  transposed_blocks(x, x_row, rows, size, blocks);
+  if (rows > DOT_ROWS) transposed_blocks(x, x_row, rows, size, blocks);
 #pragma omp parallel for if (rows * columns * size > 1 << 19)
   for (int64_t g = 0; g < groups; g++)
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
@@ -322,8 +423,13 @@ int few_row_sample(const float *x, int64_t x_row, const float *head, const doubl
       int64_t wide = least(BLOCK_ROWS, all_rows - first), own_width = width(least(BLOCK_ROWS, rows - first));
       int64_t c = g * GROUP, count = least(GROUP, columns - c);
       float *sums = logits ? logits + first * columns + c * wide : own;
-      block_tiles(blocks + first * size, own_width, head + c * size, NULL, size, count, sums);
-      if (own_width < wide) widen(sums, count);
+      if (rows > DOT_ROWS) {
+        block_tiles(blocks + first * size, own_width, head + c * size, NULL, size, count, sums);
+        if (own_width < wide) widen(sums, count);
+      } else {
+        memset(sums, 0, count * wide * sizeof(float));
+        dot_products(x, x_row, head + c * size, NULL, rows, size, count, sums, 1, wide);
+      }
       group_weights(sums, count, wide, factor, peaks + first * groups + g * wide, weights + first * groups + g * wide);
     }
   for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
