@@ -14,9 +14,10 @@ tokens, so its least time of decoding is scaled by their number.
 least time is the sum of prefill, decoding, forward, backward and update, scaled by the tokens that they sampled.
 TRL is looked for in the interpreter that --peer or the environment variable RLDSL_TRL_PYTHON names.
 
---ranks N: whole GRPO steps by rldsl on N ranks with one thread each, dp=N; their least time is the mean of the shares
-of the ranks, measured by N processes at once (`bound_ranks.py`), and their time is that of the wall, so nothing else
-may run. Messages are not counted in the least time.
+--ranks N: whole GRPO steps on N ranks with one thread each as well, by rldsl (dp=N) and by TRL (DDP over gloo), with as
+many prompts and samples in all; their least time is the mean of the shares of the ranks, measured by N processes at
+once (`bound_ranks.py`), and their time is that of rank 0 by the wall, so nothing else may run. Messages are not counted
+in the least time.
 
 Gates are of the medians over shapes: decode 0.75, training (forward, backward and update) 0.85, a GRPO step 0.8. The
 exit status is 1 where one is missed, which says nothing of a single model, and 2 for wrong arguments.
@@ -40,7 +41,7 @@ from benchmarks.bound_least import Decoder, Lengths, Machine, least_times
 from benchmarks.bound_ranks import least_of_ranks
 from benchmarks.bound_shapes import Shape, directory, prompt_lengths
 from benchmarks.bound_sides import Ours, Phases, Transformers, Turn
-from benchmarks.step import measured
+from benchmarks.step_processes import measured
 from benchmarks.step_work import WARM, Work, write_data
 from rldsl.diag import Failure
 from rldsl.report import render
@@ -49,7 +50,10 @@ GATES = {"decode": 0.75, "training": 0.85, "step": 0.8}
 TRAINING = ("forward", "backward", "update")
 COLUMNS = ("decode", "prefill", "logprobs", *TRAINING, "training")
 STEP = ("prefill", "decode", *TRAINING)
-RANKS = " ranks"  # what follows their number
+OURS, TRL = "ours", "TRL"  # whole steps on one rank
+RANKS = " ranks"           # what follows their number
+SLOWEST = 100.0            # times its least time: no step takes so long
+PATIENCE = 600.0           # seconds for all else that a system does until it has ended
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Row:
     ours: Turn
     theirs: Turn
     lengths: Lengths  # of what the least times are
-    steps: dict[str, float] = field(default_factory=dict)  # system, or "N ranks" -> least time of a step / its time
+    steps: dict[str, float] = field(default_factory=dict)  # system -> least time of a step / its time; see `peer_of`
 
     def fraction(self, side: Turn, column: str) -> float:
         """Of the least time."""
@@ -97,31 +101,44 @@ def measure(shape: Shape, path: str, turns: int) -> Row:
                ours.lengths(shape.n))
 
 
+def peer_of(system: str) -> str:
+    """The name of TRL on as many ranks as ours has: of "ours", and of "N ranks"."""
+    return TRL if system == OURS else f"{TRL}, {system}"
+
+
 def measure_steps(shape: Shape, path: str, row: Row, folder: Path, peer: str, steps: int, ranks: int
                   ) -> dict[str, float]:
-    """System -> least time / time of a whole step; prints why there is none. ranks: of ours, besides one; 0: none."""
+    """System -> least time / time of a whole step; prints why there is none. ranks: besides one; 0: none."""
     (folder / "models").mkdir(parents=True, exist_ok=True)
     if not (folder / "models/sft").exists():
         (folder / "models/sft").symlink_to(path)
     write_data(folder, max(64, shape.prompts), shape.prompt, shape.tokens)
     work = Work("grpo", str(folder), steps + WARM, shape.prompts, shape.n, shape.prompt, shape.tokens)
-    runs = {"ours": (sys.executable, "benchmarks.step_ours", work), "TRL": (peer, "benchmarks.step_trl", work)}
+    found = fractions(work, OURS, row.least, row, peer)
     if ranks:
-        runs[f"{ranks}{RANKS}"] = (sys.executable, "benchmarks.step_ours", replace(work, ranks=ranks))
-    found = {}
-    for system, (python, module, its_work) in runs.items():
-        times = measured(python, module, its_work) if python else "no interpreter with TRL is named"
+        least = least_of_ranks(path, row.lengths, ranks)
+        found |= fractions(replace(work, ranks=ranks), f"{ranks}{RANKS}", least, row, peer)
+    return found
+
+
+def fractions(work: Work, ours: str, phases: Phases, row: Row, peer: str) -> dict[str, float]:
+    """Of the least time of phases, of ours and of TRL on as many ranks: CPU time on one rank, else wall time."""
+    least, found = sum(phases[name] for name in STEP), {}
+    limit = PATIENCE + SLOWEST * work.steps * least
+    for system, python, module, processes in ((ours, sys.executable, "benchmarks.step_ours", 1),
+                                              (peer_of(ours), peer, "benchmarks.step_trl", work.ranks)):
+        times = measured(python, module, work, processes, limit) if python else "no interpreter with TRL is named"
         if isinstance(times, str):
-            print(f"  {system}: not measured: {(times.strip().splitlines() or ['it said nothing'])[-1]}", flush=True)
+            print(f"  {system}: not measured: {times.splitlines()[-1]}", flush=True)
             continue
-        phases = row.least if its_work.ranks == 1 else least_of_ranks(path, row.lengths, ranks)
-        least, taken = sum(phases[name] for name in STEP), times.cpu if its_work.ranks == 1 else times.wall
+        taken = times.cpu if work.ranks == 1 else times.wall
         found[system] = max(least * s / row.ours.tokens / t for s, t in zip(times.tokens, taken, strict=True))
     return found
 
 
 def show(shape: Shape, parameters: int, row: Row) -> None:
-    print(f"{shape.name}: {parameters / 1e6:.{1 if parameters > 1e5 else 3}f}M parameters, {row.ours.tokens} tokens sampled")
+    print(f"{shape.name}: {parameters / 1e6:.{1 if parameters > 1e5 else 3}f}M parameters, "
+          f"{row.ours.tokens} tokens sampled")
     print("  least, ms   " + "".join(f"{1e3 * sum(row.least[n] for n in (TRAINING if c == 'training' else (c,))):10.1f}"
                                      for c in COLUMNS))
     for name, side in (("ours", row.ours), ("transformers", row.theirs)):
@@ -137,20 +154,21 @@ def medians(rows: list[Row]) -> Mapping[str, tuple[float, float | None, int | No
         pairs = [(row.fraction(row.ours, column), row.fraction(row.theirs, column)) for row in rows]
         own, peer = map(statistics.median, zip(*pairs, strict=True))
         found[column] = own, peer, sum(a <= b for a, b in pairs)
-    for name in dict.fromkeys(name for row in rows for name in row.steps if name != "TRL"):
-        steps = [row.steps for row in rows if name in row.steps]
-        both = [x for x in steps if "TRL" in x and name == "ours"]
-        found["step" if name == "ours" else name] = (
+    for name in dict.fromkeys(name for row in rows for name in row.steps if not name.startswith(TRL)):
+        steps, trl = [row.steps for row in rows if name in row.steps], peer_of(name)
+        both = [x for x in steps if trl in x]
+        found["step" if name == OURS else name] = (
             statistics.median(x[name] for x in steps),
-            statistics.median(x["TRL"] for x in both) if both else None,
-            sum(x[name] <= x["TRL"] for x in both) if both else None)
+            statistics.median(x[trl] for x in both) if both else None,
+            sum(x[name] <= x[trl] for x in both) if both else None)
     return found
 
 
 def show_medians(rows: list[Row]) -> int:
     """The number of gates that are missed."""
     missed = 0
-    print(f"median of {len(rows)}   ours  peer  not higher in   (the peer is transformers, of whole steps TRL)")
+    print(f"median of {len(rows)}   ours  peer  not higher in   "
+          "(the peer is transformers, of whole steps TRL on as many ranks)")
     for column, (own, peer, lower) in medians(rows).items():
         gate = GATES.get("step" if column.endswith(RANKS) else column)
         missed += gate is not None and own < gate

@@ -15,18 +15,15 @@ TRL is not a dependency: `pip install -e '.[bench]'`, or name another interprete
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.step_processes import measured
 from benchmarks.step_work import WARM, Times, Work, write_data
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
             head_dim=8)
 SMALL = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
@@ -67,16 +64,6 @@ def prepare(folder: Path, size: str, prompt: int, tokens: int) -> None:
         if not (folder / "models" / name).is_dir():
             make_model(folder / "models" / name, head=head, seed=len(name), scale=0.1, **SIZES[size])
     write_data(folder, 512, prompt, tokens)
-
-
-def measured(python: str, module: str, work: Work) -> Times | str:
-    """The last line that a system's process wrote; what went wrong, where it failed."""
-    made = subprocess.run([python, "-m", module, json.dumps(asdict(work))], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
-                                            "TOKENIZERS_PARALLELISM": "false"})
-    if made.returncode:
-        return made.stderr
-    return Times(**json.loads(made.stdout.strip().splitlines()[-1]))
 
 
 def compare(case: Case, folder: Path, peer: str, rounds: int, steps: int) -> bool | str:

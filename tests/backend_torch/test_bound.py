@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,10 @@ def test_fractions_and_gates(capsys: pytest.CaptureFixture[str]) -> None:
     found = bound.medians([row])
     assert found["decode"] == (0.5, 0.25, 0) and found["training"] == (0.5, 0.5, 1) and found["step"] == (0.9, 0.3, 0)
     assert found["2 ranks"] == (0.7, None, None)
+    other = replace(row, steps={"ours": 0.7, "2 ranks": 0.3, "TRL, 2 ranks": 0.4})
+    assert list(bound.medians([row, other])) == [*bound.COLUMNS, "step", "2 ranks"]
+    assert bound.medians([row, other])["2 ranks"] == (0.5, 0.4, 1)  # TRL's of those that have one
+    assert bound.medians([row, other])["step"] == (0.8, 0.3, 0)
     trl = row.steps.pop("TRL")
     assert bound.medians([row])["step"] == (0.9, None, None)
     assert bound.show_medians([row]) == 3  # decode and training 0.5, two ranks 0.7
@@ -178,8 +183,12 @@ def test_fractions_and_gates(capsys: pytest.CaptureFixture[str]) -> None:
     table = capsys.readouterr().out
     assert "step          0.90     -       -       gate 0.8\n" in table and "2 ranks       0.70     -       -" in table
     assert bound.least_of([dict(a=1.0, b=3.0), dict(a=2.0, b=2.0)]) == dict(a=1.0, b=2.0)
+    row.steps |= {"2 ranks": 0.7, "TRL, 2 ranks": 0.2}
     bound.show(Shape({}, 1, 1, 1, 1), 10, row)
-    assert "ours 0.90   TRL 0.30" in capsys.readouterr().out
+    bound.show_medians([row])
+    shown = capsys.readouterr().out
+    assert "ours 0.90   TRL 0.30   2 ranks 0.70   TRL, 2 ranks 0.20\n" in shown
+    assert "2 ranks       0.70  0.20       0       gate 0.8 MISSED" in shown
 
 
 def test_shares_of_ranks() -> None:
