@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "measure": PLAN | {"sharding"} | RUNTIME,
     "backends.torch.kernels": PLAN | {"files", "memory", "runtime"},
     "backends.torch.model": PLACED | {"memory", "models", "runtime", "backends.torch.kernels"},
-    "backends.torch.train": PLACED | {"runtime", "backends.torch.model"},
+    "backends.torch.train": PLACED | {"runtime", "backends.torch.kernels", "backends.torch.model"},
     "backends.torch.generate": PLACED | {"memory", "runtime", "runtime.data", "runtime.environments", "backends.torch.kernels",
                                          "backends.torch.model"},
     "backends.torch": PLACED | {"runtime"} | TORCH_BACKEND,

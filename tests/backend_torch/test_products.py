@@ -195,7 +195,8 @@ def test_a_model_generates_and_trains_with_them(calls: list[tuple[int, ...]], pa
         if not own:
             monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
         calls.clear()
-        fresh: Any = make_shard(plan_model(path, optimizer=Optimizer(lr=1e-3)), 0)
+        # AdamW would clear the gradients
+        fresh: Any = make_shard(plan_model(path, optimizer=Optimizer(kind="sgd", lr=1e-3)), 0)
         fresh.train([(first.batch,)], [("logprobs", "entropy")], 0.9,
                     lambda _, out: (out[0]["logprobs"] + 0.1 * out[0]["entropy"]).mean())
         grads.append(fresh.trainer.grad_buffer.clone())

@@ -71,7 +71,8 @@ def plainly(path: str) -> tuple[Tensors, torch.Tensor, Tensors]:
 
 def seen(rank: int, path: str, layouts: list[Layout], whole: Tensors, logprobs: torch.Tensor,
          gradients: Tensors) -> list[Seen]:
-    model, found = plan_model(path, "causal_lm", replace(OPTIONS, clip_grad=0.0), UPDATES), []
+    options = replace(OPTIONS, kind="sgd", clip_grad=0.0)  # AdamW would clear the gradients
+    model, found = plan_model(path, "causal_lm", options, UPDATES), []
     for layout in layouts:
         made = shard_of(model, layout, rank, True)
         if made is None:

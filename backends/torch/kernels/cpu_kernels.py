@@ -24,8 +24,8 @@ UNBOUNDED = 1 << 62  # a window that hides nothing
 
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether these have the type, the dtype and the order in memory that the kernels want."""
-    return all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
-               and x.is_contiguous() for x in tensors) and available()
+    return all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.is_cpu and x.is_contiguous()
+               for x in tensors) and available()
 
 
 # ------------------------------------------------------------------------------------------------------------ norms

@@ -43,12 +43,13 @@ ARGUMENTS = {
     "add_outer_products": (POINTER, POINTER, INT, INT, INT, POINTER),
     "add_transposed": (POINTER, INT, INT, POINTER),
     "add": (POINTER, POINTER, INT, POINTER),
+    "adamw": (*(POINTER,) * 4, INT, POINTER),
     "run_calls": (POINTER, INT),
     "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),
 }
 CANNOT_FAIL = ("rms_norm", "rotary", "gated_product", "gated_product_backward", "add", "add_outer_products",
-               "add_transposed", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")
+               "add_transposed", "adamw", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")
 
 
 @cache

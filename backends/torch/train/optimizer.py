@@ -48,6 +48,7 @@ class ShardOptimizer:
 
     grad_buffer: torch.Tensor  # [elements] float32: gradients, those of experts that ep divides at the end
     in_buffer: list[torch.Tensor]  # the view of it for each parameter
+    is_clear: bool             # whether all of it is known to be 0, as from an update in one pass to the next minibatch
     schedule_step: int         # updates of the schedule so far, taken or skipped
 
     def __init__(self, stage: Stage, model: Model, layout: Layout, mesh: Mesh, axes: Axes):
@@ -105,6 +106,7 @@ class ShardOptimizer:
     def _allocate_grads(self) -> None:
         """Allocate the buffer, and make each parameter's gradient a view of it."""
         self.grad_buffer = torch.zeros(sum(p.numel() for p in self.parameters), device=self.stage.device)
+        self.is_clear = True
         at = [0, self.dense_numel]  # the next free element of each part
         self.in_buffer = []
         for parameter, expert in zip(self.parameters, self.is_divided_expert, strict=True):
@@ -137,8 +139,11 @@ class ShardOptimizer:
         return finish
 
     def zero_grad(self) -> None:
+        """Before the passes of a minibatch, which add to the gradients."""
         self._use_buffer()
-        self.grad_buffer.zero_()
+        if not self.is_clear:
+            self.grad_buffer.zero_()
+        self.is_clear = False
         if self.stage.head_grad is not None:
             self.stage.head_grad.zero_()
         if self.source_table is not None:
@@ -208,13 +213,21 @@ class ShardOptimizer:
         if not math.isfinite(norm):
             return {"grad_norm": norm, "lr": 0.0}
         limit = self.options.clip_grad
-        if limit and norm > limit:
-            self.grad_buffer.mul_(limit / (norm + 1e-6))
+        factor = limit / (norm + 1e-6) if limit and norm > limit else 1.0
         if rate is None:
             rate = learning_rate(self.options, self.schedule_step, self.updates)
-        self.optimizer.step(rate)
+        self._update(rate, factor)
         self.schedule_step += 1
         return {"grad_norm": norm, "lr": rate}
+
+    def _update(self, rate: float, factor: float) -> None:
+        """Update with the gradients times `factor`. They are 0 afterwards where one pass does it all; elsewhere they
+        stay, multiplied, until the next minibatch."""
+        self.is_clear = self.optimizer.step_in_one_pass(rate, factor)
+        if not self.is_clear:
+            if factor != 1:
+                self.grad_buffer.mul_(factor)
+            self.optimizer.step(rate)
 
     def skip_updates(self, updates: int) -> float:
         """See `Shard.skip_updates`."""

@@ -2,7 +2,8 @@
 
 torch's kernel for CPUs computes whole vectors by one formula and what is left over at the end of a tensor by another,
 which rounds differently. A tensor of whole vectors has no such end, on any number of threads (a thread's part is a
-multiple of them); any other is updated in a copy that is padded to one.
+multiple of them); any other is updated in a copy that is padded to one. So invariant models have the same bits where
+the kernel of `kernels/adamw.py` does not run.
 """
 
 from __future__ import annotations

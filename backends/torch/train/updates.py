@@ -2,7 +2,8 @@
 
 In: the parameters with their gradients, the optimizer's record. Out: updated parameters, and the state by name.
 A parameter that this rank has completely, or whose elements are updated each on its own (AdamW, SGD), is updated by an
-optimizer of torch over all such parameters; `quantized_adamw` updates what has 8-bit state. Muon orthogonalizes
+optimizer of torch over all such parameters; `quantized_adamw` updates what has 8-bit state. Where AdamW updates all of
+them on a CPU, a kernel also clips the gradients before and clears them after (`step_in_one_pass`). Muon orthogonalizes
 matrices, and Adafactor keeps means over rows and columns: what tp, ep or `zero` divides is gathered for them, one
 parameter at a time, torch's optimizer updates the complete tensor, and each rank keeps its part. So the numbers are
 those of one process, given equal gradients.
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from rldsl.backends.torch.kernels import adamw
+from rldsl.backends.torch.kernels.adamw import AdamWStep, Coefficients
 from rldsl.backends.torch.train.complete_tensors import CompleteTensors
 from rldsl.backends.torch.train.ordered_adamw import OrderedAdamW
 from rldsl.backends.torch.train.quantized_adamw import QuantizedAdamW
@@ -80,6 +84,32 @@ class Updates:
                            rate * own.lr_scale, self.num_updates + 1)
         self.num_updates += 1
 
+    @torch.no_grad()
+    def step_in_one_pass(self, rate: float, factor: float) -> bool:
+        """Update all parameters with their gradients times `factor`, and set the gradients to 0, if all are updated by
+        AdamW and its kernel takes them: on a CPU with a compiler. Else do nothing; returns whether it was done.
+        rate: as of `step`."""
+        if self.gathered or self.quantized or not self.optimizers.keys() <= {"adamw"}:
+            return False
+        parameters, grads = list(self.parameters.values()), [self._grad(name) for name in self.parameters]
+        if not adamw.takes([*parameters, *grads]):
+            return False
+        states = [self.state_of(name) for name in self.parameters]
+        if not adamw.takes([state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]):
+            return False
+        self.num_updates += 1
+        coefficients = cache(partial(self._coefficients, rate, factor))
+        for own, parameter, grad, state in zip(self.param_options.values(), parameters, grads, states, strict=True):
+            adamw.update(parameter, grad, state["exp_avg"], state["exp_avg_sq"],
+                         coefficients(own.lr_scale, own.weight_decay))
+            state[STEP].fill_(self.num_updates)  # as torch's optimizer counts
+        return True
+
+    def _coefficients(self, rate: float, factor: float, lr_scale: float, weight_decay: float) -> Coefficients:
+        """Of the update whose number is `num_updates`."""
+        return adamw.coefficients(AdamWStep(rate * lr_scale, self.options.betas, self.options.eps, weight_decay,
+                                            self.num_updates), factor)
+
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Kind of state ("exp_avg") -> parameter -> tensor; zeros before the first update."""
         found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -93,7 +123,7 @@ class Updates:
         """What is kept about a parameter, allocated if it is not there yet."""
         parameter, (record, _) = self.parameters[name], self.held[name]
         rule = self.param_options[name].rule
-        state = self._states()[name]
+        state = self._kept(name)
         if not state:
             shapes = state_shapes(self.options, rule, record.spec.shape, tuple(parameter.shape))
             if rule in ("adamw", "adafactor"):  # the fused AdamW counts on the device, Adafactor on the host
@@ -123,15 +153,14 @@ class Updates:
                 state[STEP].fill_(count)
 
     def _states(self) -> dict[str, State]:
-        """Parameter -> the dictionary in which its optimizer keeps its state."""
-        states = {}
-        for name, parameter in self.parameters.items():
-            kept = self.gathered.get(name, self.quantized.get(name))
-            if kept is not None:
-                states[name] = kept
-            else:
-                states[name] = self.optimizers[self.param_options[name].rule].state[parameter]
-        return states
+        return {name: self._kept(name) for name in self.parameters}
+
+    def _kept(self, name: str) -> State:
+        """The dictionary in which a parameter's optimizer keeps its state."""
+        kept = self.gathered.get(name, self.quantized.get(name))
+        if kept is None:
+            kept = self.optimizers[self.param_options[name].rule].state[self.parameters[name]]
+        return kept
 
     def _grad(self, name: str) -> torch.Tensor:
         grad = self.parameters[name].grad
