@@ -45,11 +45,20 @@ def node_group(sizes: Sequence[int], nodes: tuple[int, ...], cells: CellPairs, w
     plans = [_arrivals(wants.wanted, wants.held, {}, by_forwarding=False)]
     if plans[0] and wants.local:  # devices that send much inside the node may receive less from outside
         loads = _sent(_direct_copies(sizes, wants.local, {}, NO_ARRIVALS))
-        plans.append(_arrivals(wants.wanted, wants.held, loads, by_forwarding=True))
+        forwarding = _arrivals(wants.wanted, wants.held, loads, by_forwarding=True)
+        # the largest load is a convex function of the amounts, so it may be smaller between the two
+        plans += [forwarding, *(_between(plans[0], forwarding, quarters) for quarters in (1, 2, 3))]
     candidates = [(plan, _local_copies(sizes, wants.local, plan)) for plan in plans]
     # `_busiest_device` is slow, so it runs only if there is a choice
     plan, copies = min(candidates, key=lambda x: _busiest_device(*x)) if len(candidates) > 1 else candidates[0]
     return NodeGroup(nodes, cells, plan, copies, len(nodes))
+
+
+def _between(a: Arrivals, b: Arrivals, quarters: int) -> Arrivals:
+    """The plan that is so many quarters of the way from one to another for the same lists."""
+    return Arrivals(a.wanted, a.held, tuple(
+        tuple(((4 - quarters) * x + quarters * y) // 4 for x, y in zip(of_a, of_b, strict=True))
+        for of_a, of_b in zip(a.bounds, b.bounds, strict=True)))
 
 
 def _busiest_device(arrivals: Arrivals, copies: Sequence[IntraNodeCopy]) -> int:

@@ -20,6 +20,14 @@ def test_any_layouts(case: Case) -> None:
     assert busiest(case) <= 1.02 * optimum(case) + 8, case  # shares are whole elements
 
 
+@pytest.mark.parametrize("kind", ["gqa", "fused"])
+def test_devices_that_receive_or_send_much(kind: str) -> None:
+    """Neither what devices of a node receive nor what they pass on may be balanced alone: the optimum is between."""
+    on = mesh((4, 19))
+    case = Case(wide(kind), layout(on, dp=3, tp=5), on, layout(on, pp=5, dp=3), on, 4)
+    assert busiest(case) <= optimum(case)
+
+
 GRID = [(mesh((0, 8)), mesh((0, 8))), (mesh((0, 8)), mesh((8, 16))), (mesh((0, 8)), mesh((4, 10))),
         (mesh((0, 16)), mesh((0, 16)))]
 
