@@ -42,16 +42,24 @@ class Needs:
 def node_group(sizes: Sequence[int], nodes: tuple[int, ...], cells: CellPairs, wants: Needs) -> NodeGroup:
     """The record of a group of nodes. Of the arrival plans tried, the one whose busiest device has the least to do.
     sizes: elements of every class."""
-    plans = [_arrivals(wants.wanted, wants.held, {}, by_forwarding=False)]
-    if plans[0] and wants.local:  # devices that send much inside the node may receive less from outside
+    plan = _arrivals(wants.wanted, wants.held, {}, by_forwarding=False)
+    copies = _local_copies(sizes, wants.local, plan)
+    # no plan receives less over the network, but devices that send much inside the node may have to receive less
+    if plan and wants.local and _busiest_device(plan, copies) > NETWORK_COST * max(_received(plan).values()):
         loads = _sent(_direct_copies(sizes, wants.local, {}, NO_ARRIVALS))
         forwarding = _arrivals(wants.wanted, wants.held, loads, by_forwarding=True)
         # the largest load is a convex function of the amounts, so it may be smaller between the two
-        plans += [forwarding, *(_between(plans[0], forwarding, quarters) for quarters in (1, 2, 3))]
-    candidates = [(plan, _local_copies(sizes, wants.local, plan)) for plan in plans]
-    # `_busiest_device` is slow, so it runs only if there is a choice
-    plan, copies = min(candidates, key=lambda x: _busiest_device(*x)) if len(candidates) > 1 else candidates[0]
+        others = [forwarding, *(_between(plan, forwarding, quarters) for quarters in (1, 2, 3))]
+        candidates = [(plan, copies), *((other, _local_copies(sizes, wants.local, other)) for other in others)]
+        plan, copies = min(candidates, key=lambda x: _busiest_device(*x))
     return NodeGroup(nodes, cells, plan, copies, len(nodes))
+
+
+def _received(arrivals: Arrivals) -> Counter[int]:
+    received = Counter[int]()
+    for parts in arrivals.by_device.values():
+        received.update(parts)
+    return received
 
 
 def _between(a: Arrivals, b: Arrivals, quarters: int) -> Arrivals:
@@ -147,7 +155,4 @@ def _busiest_sender(loads: Counter[int], copies: Iterable[IntraNodeCopy]) -> int
 
 def elements_arriving(group: NodeGroup) -> Counter[int]:
     """Elements that each device receives over the network."""
-    received = Counter[int]()
-    for parts in group.arrivals.by_device.values():
-        received.update(parts)
-    return received
+    return _received(group.arrivals)
