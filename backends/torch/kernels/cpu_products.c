@@ -7,7 +7,7 @@
    Up to DOT_ROWS rows: a vector holds LANES inputs, of a row or of a column, and LANES sums of a product are added at
    the end. More rows are copied, transposed, so that a vector holds an input of LANES rows, each element of the weight
    is multiplied with all of them, and tiles of up to ROW_VECTORS such vectors are transposed back in the cache. In
-   either way a row has the same bits, however many there are.
+   each of the two ways a row has the same bits, however many there are.
 
    Time is that of reading the weight, which waits for memory. Short columns are not read in the order of memory, so the
    processor does not fetch them ahead; a tile fetches what the next one reads, line by line in that order, which is
@@ -82,6 +82,7 @@ static inline __attribute__((always_inline)) void dot_tile(const float *x, int64
       out[r * out_row + c * out_column] = sums[r * columns + c] + (bias ? bias[c] : 0);
 }
 
+/* The same of any number of columns, `at_once` of them at a time and then one */
 static inline __attribute__((always_inline)) void dot_tiles(const float *x, int64_t x_row, const float *weight,
                                                             const float *bias, int64_t size, int64_t columns,
                                                             float *out, int64_t out_row, int64_t out_column,
@@ -95,14 +96,14 @@ static inline __attribute__((always_inline)) void dot_tiles(const float *x, int6
              1, 0);
 }
 
-/* The same of at most DOT_ROWS rows and any number of columns */
+/* The same of at most DOT_ROWS rows */
 static void dot_products(const float *x, int64_t x_row, const float *weight, const float *bias, int64_t rows,
                          int64_t size, int64_t columns, float *out, int64_t out_row, int64_t out_column) {
 #define WITH(ROWS, COLUMNS, FETCHES) \
   dot_tiles(x, x_row, weight, bias, size, columns, out, out_row, out_column, ROWS, COLUMNS, FETCHES)
 #define CASE(ROWS)                                                                             \
   case ROWS:                                                                                   \
-    if (size < LONG) WITH(ROWS, DOT_COLUMNS, 1); else WITH(ROWS, LONG_DOT_COLUMNS, 0); \
+    if (size < LONG) WITH(ROWS, DOT_COLUMNS, 1); else WITH(ROWS, LONG_DOT_COLUMNS, 0);         \
     break;
   switch (rows) {
     CASE(1)
