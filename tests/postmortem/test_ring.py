@@ -153,6 +153,7 @@ def test_an_error_that_means_a_lost_peer(error: BaseException, gone: bool) -> No
 @pytest.mark.parametrize("error, code", [
     (MemoryError(), "RL0707"), (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "RL0707"),
     (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), "RL0707"),
+    (RuntimeError("unable to mmap 65060200 bytes from file <m.safetensors>: Cannot allocate memory (12)"), "RL0707"),
     (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "RL0707"), (RuntimeError("unhandled cuda error, nccl"), "RL0799"),
     (ValueError("out of memory"), "RL0799"),
     (OSError(24, "Too many open files"), "RL0707"), (OSError(23, "Too many open files in system"), "RL0707"),

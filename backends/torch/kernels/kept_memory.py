@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 from functools import cache
 from pathlib import Path
 
@@ -41,7 +42,11 @@ def keep_freed_memory() -> bool:
 
 
 def _may_reserve() -> bool:
-    """Whether memory that is not touched counts for nothing: not where the system promises no more than it has."""
+    """Whether memory that is not touched counts for nothing: not where the system promises no more than it has, nor
+    where a limit of the process counts it, which then lacks it for files and threads."""
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
+        return False
     try:
         return OVERCOMMIT.read_text().strip() != "2"
     except OSError:
@@ -54,7 +59,7 @@ def _ask_for_large_pages(system: ctypes.CDLL, size: int) -> None:
     system.free.restype, system.free.argtypes = None, [ctypes.c_void_p]
     system.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     block = system.malloc(size)
-    if block:  # else a limit of the process is smaller
+    if block:  # else the system has less
         first, last = -(-block // LARGE_PAGE) * LARGE_PAGE, (block + size) // LARGE_PAGE * LARGE_PAGE
         system.madvise(first, last - first, HUGEPAGE)  # fails where the kernel has none: pages stay small
         system.free(block)

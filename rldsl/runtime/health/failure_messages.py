@@ -42,7 +42,8 @@ def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Dia
         return error.diagnostics
     if ran_out_of_memory(error):
         return (Diagnostic("RL0707", f"rank {rank} ran out of memory", place=where,
-                           help="use a larger mesh, a larger tp or pp, a smaller mbs, or offload=true"),)
+                           help="use a larger mesh, a larger tp or pp, a smaller mbs, or offload=true; a limit of the shell "
+                                "(`ulimit -v`) may be smaller than the machine"),)
     if ran_out_of_files(error):
         return (Diagnostic("RL0707", f"rank {rank} may open no more files", place=where, notes=(str(error),),
                            help="raise the limit in the shell that starts the run, for example `ulimit -n 4096`"),)
@@ -52,11 +53,11 @@ def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Dia
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that a device or the host has no memory left. NCCL and cuBLAS say so in their own
-    texts: on a full device the first allocation that fails is often one of theirs."""
-    text = str(error).lower()
+    """Whether an exception means that a device or the host has no memory left. NCCL, cuBLAS and safetensors say so in
+    their own texts: on a full device the first allocation that fails is often one of theirs."""
+    text, signs = str(error).lower(), ("out of memory", "alloc_failed", "cannot allocate memory")
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or isinstance(
-        error, RuntimeError) and any(sign in text for sign in ("out of memory", "alloc_failed"))
+        error, RuntimeError) and any(sign in text for sign in signs)
 
 
 def ran_out_of_files(error: BaseException) -> bool:
