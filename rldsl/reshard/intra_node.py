@@ -63,7 +63,7 @@ def _received(arrivals: Arrivals) -> Counter[int]:
 
 
 def _between(a: Arrivals, b: Arrivals, quarters: int) -> Arrivals:
-    """The plan that is so many quarters of the way from one to another for the same lists."""
+    """The plan that is `quarters` quarters of the way from a to b, which are for the same lists."""
     return Arrivals(a.wanted, a.held, tuple(
         tuple(((4 - quarters) * x + quarters * y) // 4 for x, y in zip(of_a, of_b, strict=True))
         for of_a, of_b in zip(a.bounds, b.bounds, strict=True)))

@@ -42,8 +42,8 @@ def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Dia
         return error.diagnostics
     if ran_out_of_memory(error):
         return (Diagnostic("RL0707", f"rank {rank} ran out of memory", place=where,
-                           help="use a larger mesh, a larger tp or pp, a smaller mbs, or offload=true; a limit of the shell "
-                                "(`ulimit -v`) may be smaller than the machine"),)
+                           help="use a larger mesh, a larger tp or pp, a smaller mbs, or offload=true; a limit of "
+                                "the shell (`ulimit -v`) may be smaller than the machine"),)
     if ran_out_of_files(error):
         return (Diagnostic("RL0707", f"rank {rank} may open no more files", place=where, notes=(str(error),),
                            help="raise the limit in the shell that starts the run, for example `ulimit -n 4096`"),)
