@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,16 @@ def _rank(rank: int, port: int, folder: str, waits: bool, holds_store: bool = Fa
     threading.Event().wait()
 
 
+def start(ranks: Sequence[Any], place: Path) -> None:
+    """Until each has shown a sign of life."""
+    for rank in ranks:
+        rank.start()
+    end = time.monotonic() + 60
+    while not all((place / str(r)).exists() for r in range(len(ranks))) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(1.5)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("told", [False, True])
 def test_a_death_that_breaks_no_connection(tmp_path: Path, told: bool) -> None:
@@ -51,12 +61,7 @@ def test_a_death_that_breaks_no_connection(tmp_path: Path, told: bool) -> None:
     port = ours.recv()
     ranks = [context().Process(target=_rank, daemon=True, args=(r, port, str(tmp_path), True)) for r in range(3)]
     try:
-        for rank in ranks:
-            rank.start()
-        end = time.monotonic() + 60
-        while not all((tmp_path / str(r)).exists() for r in range(3)) and time.monotonic() < end:
-            time.sleep(0.05)
-        time.sleep(1.5)  # a sign of life of each
+        start(ranks, tmp_path)
         os.kill(ranks[1].pid, signal.SIGKILL)
         if told:
             os.kill(ranks[0].pid, signal.SIGTERM)
@@ -78,12 +83,7 @@ def test_the_death_of_the_rank_that_holds_the_store(tmp_path: Path) -> None:
         ranks = [context().Process(target=_rank, daemon=True, args=(r, port, str(tmp_path), True, r == 0))
                  for r in range(3)]
         try:
-            for rank in ranks:
-                rank.start()
-            end = time.monotonic() + 60
-            while not all((tmp_path / str(r)).exists() for r in range(3)) and time.monotonic() < end:
-                time.sleep(0.05)
-            time.sleep(1.5)  # a sign of life of each
+            start(ranks, tmp_path)
             assert all(rank.is_alive() for rank in ranks)
             os.kill(ranks[0].pid, signal.SIGKILL)
             for rank in ranks[1:]:

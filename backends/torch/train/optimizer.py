@@ -139,7 +139,6 @@ class ShardOptimizer:
         return finish
 
     def zero_grad(self) -> None:
-        """Before the passes of a minibatch, which add to the gradients."""
         self._use_buffer()
         if not self.is_clear:
             self.grad_buffer.zero_()
