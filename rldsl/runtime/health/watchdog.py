@@ -4,9 +4,9 @@ Every rank writes heartbeats (`runtime/health/heartbeats.py`), with the event th
 name of a rank that has failed. A rank that dies without a message (killed, out of memory) is the one whose heartbeat no
 longer changes. torchrun answers such a death with SIGTERM to all others, at once; the watchdog catches it, so that they
 can still say why they stop. Each rank also monitors the next rank, with which it may have no connection, or which may
-be on another machine, and rank 0: the store may end with it, and then tells nobody who is gone. Where the ranks were and
-who waited for whom (`postmortem/analysis.py`) is part of the message. Each rank that can still do so writes a dump of
-what it did last.
+be on another machine, and rank 0: the store may end with it, and then tells nobody who is gone. Where the ranks were
+and who waited for whom (`postmortem/analysis.py`) is part of the message. Each rank that can still do so writes a dump
+of what it did last.
 """
 
 from __future__ import annotations
