@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Python's garbage collector waits: what it runs for the garbage of earlier tests, finalizers and callbacks of
+    libraries, would be counted too, wherever it happens to begin."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def calls(work: Callable[[], object]) -> int:
@@ -17,11 +33,12 @@ def calls(work: Callable[[], object]) -> int:
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
+    with without_collector():
+        sys.setprofile(note)
+        try:
+            work()
+        finally:
+            sys.setprofile(before)
     return count
 
 
@@ -36,9 +53,10 @@ def lines(work: Callable[[], object]) -> int:
         return note
 
     before = sys.gettrace()
-    sys.settrace(note)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
+    with without_collector():
+        sys.settrace(note)
+        try:
+            work()
+        finally:
+            sys.settrace(before)
     return count

@@ -6,6 +6,7 @@ destination uses.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -72,27 +73,37 @@ class MeshView:
         at = bisect_right(self.indices, index) - 1
         return self.ordered[at][0] + index - self.ordered[at][2]
 
-    def block_signature(self, first: int, stop: int) -> object:
-        """Equal for two blocks of ranks only if their ranks have the same cells. Two signatures may differ although the
-        cells are equal; `node_groups` merges those. Takes one step if the block lies within one zero shard of one
-        stage."""
+    def block_signature(self, first: int, size: int) -> tuple[object, int]:
+        """A signature of the block of `size` ranks from `first` on, and how many blocks, this one and those next to it,
+        are known at once to have it. Equal for two blocks only if their ranks have the same cells. Two signatures may
+        differ although the cells are equal; `node_groups` merges those. Takes one step if the block lies within one
+        zero shard of one stage."""
         at = bisect_right(self.starts, first) - 1
-        if at >= 0 and stop <= self.runs[at][1]:
-            index, size = self.runs[at][2] + first - self.runs[at][0], self.replicas * self.parts
-            if index // size == (index + stop - first - 1) // size:
-                return index // size, index % self.parts
-        elif (at < 0 or self.runs[at][1] <= first) and (at + 1 == len(self.runs) or stop <= self.starts[at + 1]):
-            return None
-        return tuple(self.cell(rank) for rank in range(first, stop))
+        if at >= 0 and first + size <= self.runs[at][1]:
+            start, stop, index_of_start = self.runs[at]
+            index, shard = index_of_start + first - start, self.replicas * self.parts
+            if index // shard == (index + size - 1) // shard:
+                until = min(stop - first, shard - index % shard)  # ranks in this run and shard
+                return (index // shard, index % self.parts), until // size if size % self.parts == 0 else 1
+        elif at < 0 or self.runs[at][1] <= first:
+            if at + 1 == len(self.runs):
+                return None, sys.maxsize
+            if first + size <= self.starts[at + 1]:
+                return None, (self.starts[at + 1] - first) // size
+        return tuple(self.cell(rank) for rank in range(first, first + size)), 1
 
 
 def node_groups(src: MeshView, dst: MeshView, devices: int) -> dict[CellPairs, tuple[int, ...]]:
     """The nodes of each group, ascending, for nodes of `devices` ranks; in the order of their first nodes."""
     by_signature: dict[tuple[object, object], list[int]] = {}
-    for node in _nodes(dst, devices):
-        first, stop = node * devices, (node + 1) * devices
-        signature = src.block_signature(first, stop), dst.block_signature(first, stop)
-        by_signature.setdefault(signature, []).append(node)
+    for run in _nodes(dst, devices):
+        node = run.start
+        while node < run.stop:
+            source, as_source = src.block_signature(node * devices, devices)
+            wanted, as_wanted = dst.block_signature(node * devices, devices)
+            stop = min(node + min(as_source, as_wanted), run.stop)
+            by_signature.setdefault((source, wanted), []).extend(range(node, stop))
+            node = stop
     by_cells: dict[CellPairs, list[int]] = {}
     for nodes in by_signature.values():  # two signatures may stand for the same cells
         block = range(nodes[0] * devices, (nodes[0] + 1) * devices)
@@ -100,10 +111,10 @@ def node_groups(src: MeshView, dst: MeshView, devices: int) -> dict[CellPairs, t
     return {cells: tuple(sorted(nodes)) for cells, nodes in by_cells.items()}
 
 
-def _nodes(view: MeshView, devices: int) -> Iterator[int]:
-    """Every node that has a rank of the mesh, ascending."""
+def _nodes(view: MeshView, devices: int) -> Iterator[range]:
+    """Every node that has a rank of the mesh, ascending, a range for each of its runs."""
     last = -1
     for start, stop, _ in view.runs:
-        for node in range(max(last + 1, start // devices), (stop - 1) // devices + 1):
-            yield node
-            last = node
+        nodes = range(max(last + 1, start // devices), (stop - 1) // devices + 1)
+        yield nodes
+        last = max(last, nodes.stop - 1)
