@@ -7,7 +7,7 @@ Counted are matrix products, attention over exact lengths, and what must be read
 nothing for norms, activations, rotary embeddings, softmax, sampling, or a second pass over anything. Products are
 measured and not computed from a peak: the products of a whole pass one after the other, all layers in turn, so that
 weights are as cold as in the pass, each by the fastest of the ways that torch has on this machine for weights as they
-are stored, or by our kernel for few rows where that is faster. Attention is divided by the rate of the machine's
+are stored, or by our kernels where those are faster. Attention is divided by the rate of the machine's
 fastest product, or in decoding by the bandwidth at which as many bytes are read, if that takes longer. So a fraction of
 1 is out of reach.
 """
@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 
-from rldsl.backends.torch.kernels import few_row_products
+from rldsl.backends.torch.kernels import few_row_products, panel_products
 from rldsl.backends.torch.kernels.few_row_products import product_call
 
 BYTES = 4             # of a number: float32
@@ -142,6 +142,10 @@ def _few_rows(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tens
     return out
 
 
+def _panels(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return panel_products.panel_product(a, b) if panel_products.takes(a, b) else torch.mm(a, b.t(), out=out)
+
+
 # a @ b.T into `out`, or into new memory
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 WAYS: dict[str, Way] = {
@@ -149,6 +153,8 @@ WAYS: dict[str, Way] = {
     "oneDNN": lambda a, b, out: _onednn(a, b),
     "oneDNN, transposed": lambda a, b, out: _onednn(b, a),
     "few rows": _few_rows,
+    "panels": _panels,
+    "panels, transposed": lambda a, b, out: _panels(b.contiguous(), a, out.t()),
 }
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.match import gap
 from benchmarks.match import prompts as ragged_prompts
 from rldsl.backends.torch.generate.op_trace import trace
-from rldsl.backends.torch.kernels import few_row_products, outer_products, products
+from rldsl.backends.torch.kernels import few_row_products, outer_products, panel_products, products
 from rldsl.backends.torch.model import invariant_products
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
@@ -32,7 +32,7 @@ ROWS, INPUTS, OUTPUTS = 128, 96, 160  # large enough
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """As on a machine where oneDNN is faster, and without kernels of ours. Shapes of what it has multiplied."""
-    for kernel in (few_row_products, outer_products):
+    for kernel in (few_row_products, outer_products, panel_products):
         monkeypatch.setattr(kernel, "takes", lambda *_: False)
     found: list[tuple[int, ...]] = []
     plain = products._onednn

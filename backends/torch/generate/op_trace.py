@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
-from rldsl.backends.torch.kernels import cpu_kernels, cpu_sampling, few_row_products, ordered_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, cpu_sampling, few_row_products, ordered_kernels, panel_products
 from rldsl.backends.torch.kernels.kernel_library import joined
 from rldsl.backends.torch.kernels.opaque_calls import (
     CallRecorder,
@@ -53,7 +53,7 @@ WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
     torch.ops.aten.new_zeros.default: lambda out, args: out.zero_,
     torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
     torch.ops.aten.scalar_tensor.default: lambda out, args: partial(out.fill_, args[0]),
-} | cpu_kernels.INTO | cpu_sampling.INTO | few_row_products.INTO | ordered_kernels.INTO
+} | cpu_kernels.INTO | cpu_sampling.INTO | few_row_products.INTO | ordered_kernels.INTO | panel_products.INTO
 PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN | shared_memory.PLAIN  # of our own operators
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)  # of memory that something fills
 

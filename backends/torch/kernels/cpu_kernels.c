@@ -361,5 +361,6 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
 
 #include "cpu_attention.c"
 #include "cpu_optimizers.c"
+#include "cpu_panels.c"
 #include "cpu_products.c"
 #include "cpu_calls.c"

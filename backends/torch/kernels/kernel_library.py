@@ -44,6 +44,7 @@ ARGUMENTS = {
     "add_transposed": (POINTER, INT, INT, POINTER),
     "add": (POINTER, POINTER, INT, POINTER),
     "adamw": (*(POINTER,) * 4, INT, POINTER),
+    "panel_products": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, INT, ctypes.c_int, POINTER),
     "run_calls": (POINTER, INT),
     "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),

@@ -2,12 +2,12 @@
 
 In: matrices. Out: their product, or a linear layer with its gradients.
 
-torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone; oneDNN, which torch has for
-other dtypes, uses it everywhere, and is up to twice as fast there. Which one multiplies depends on the machine and
-on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
-products stay with MKL, since a call of oneDNN takes longer to begin. Few rows without a gradient are multiplied by
-`few_row_products`, and gradients of weights by `outer_products`, where these take them. Invariant models choose by the
-machine alone (`ordered_product`), since a row must have the same numbers in every batch.
+torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone. Elsewhere `panel_products`
+and, without compiled kernels, oneDNN, which torch has for other dtypes, are up to twice as fast. Which one multiplies
+depends on the machine and on the sizes of the matrices and on nothing else, so that the same call gives the same
+numbers every time. Small products stay with MKL where a call of oneDNN would take longer to begin. Few rows without a
+gradient are multiplied by `few_row_products`, and gradients of weights by `outer_products`, where these take them.
+Invariant models choose by the machine alone (`ordered_product`), since a row must have the same numbers in every batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rldsl.backends.torch.kernels import few_row_products, outer_products
+from rldsl.backends.torch.kernels import few_row_products, outer_products, panel_products
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.held_gradients import held_gradient, parameter_of
 
@@ -63,7 +63,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [n, k] @ b [m, k].T -> [n, m]. Not differentiable: for functions with their own gradient."""
     if few_row_products.takes(a, b):
         return few_row_products.few_row_product(a, b)
-    return _onednn(a, b, None) if _takes(a, b) else a @ b.T
+    return _multiplied(a, b, None)
 
 
 def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     faster than all of it: the logits of vocabularies of 8192 and 32768 tokens in 0.5 to 0.9 of the time on an AMD EPYC
     with AVX2. Not for steps that are captured: their operators write complete tensors."""
     large = len(b) >= MIN_COLUMNS and len(a) * len(b) >= MIN_TILED
-    if not large or a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or _takes(a, b):
+    if not large or a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or onednn_is_faster():
         return product(a, b)
     out = a.new_empty(len(a), len(b))
     rows, columns = TILE
@@ -95,10 +95,17 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total [n, m] + a [n, k] @ b [m, k].T, in place; without a total the product.
+    """total [n, m] + a [n, k] @ b [m, k].T, in place; without a total the product, whose transpose may be what is
+    contiguous.
 
+    Panels are of a and the result is [m, n] in memory: a may be a table of logits, each of which is copied once then.
     oneDNN cannot add to a total. MKL does so in place, which is faster for short sums, where most of the time goes to
     reading and writing the total; for longer ones oneDNN's products are added, at most `ADDED` elements at a time."""
+    if (total is None or total.T.is_contiguous()) and _has_panels(b, a):
+        if total is None:
+            return panel_products.panel_product(b, a).T
+        panel_products.add_panel_product(total.T, b, a)
+        return total
     if not _takes(a, b) or total is not None and a.shape[1] <= MAX_ADDED_TERMS:
         return a @ b.T if total is None else total.addmm_(a, b.T)
     if a.shape[0] <= 4 * b.shape[0]:
@@ -121,7 +128,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     out: torch.Tensor
     if not torch.is_grad_enabled() and few_row_products.takes(rows, weight, bias):
         out = few_row_products.few_row_product(rows, weight, bias)
-    elif _takes(rows, weight) or _has_own_gradient(rows, weight):
+    elif _is_multiplied_here(rows, weight, bias) or _has_own_gradient(rows, weight):
         out = _Linear.apply(rows, weight, bias)
     else:
         return F.linear(x, weight, bias)
@@ -149,7 +156,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parameter = parameter_of(weight)
-        return _onednn(x, weight, bias) if _takes(x, weight) else F.linear(x, weight, bias)
+        return _multiplied(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -170,13 +177,36 @@ def _weight_gradient(parameter: nn.Parameter | None, x: torch.Tensor, grad: torc
     """grad [n, m].T @ x [n, k]. None where it was added to what the parameter holds, which saves a tensor as
     large as the parameter and a pass over both."""
     grad = grad.contiguous()
-    if not outer_products.takes(grad, x):
+    is_outer = outer_products.takes(grad, x)
+    if not is_outer and not _has_panels(grad.T, x.T):
         return product(grad.T, x.T)
     total = held_gradient(parameter)
-    if total is None:
-        return outer_products.add(x.new_zeros(grad.shape[1], x.shape[1]), grad, x)
-    outer_products.add(total, grad, x)
+    if is_outer:
+        if total is None:
+            return outer_products.add(x.new_zeros(grad.shape[1], x.shape[1]), grad, x)
+        outer_products.add(total, grad, x)
+    else:
+        if total is None:
+            return panel_products.panel_product(grad.T, x.T)
+        panel_products.add_panel_product(total, grad.T, x.T)
     return None
+
+
+def _is_multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether `_multiplied` multiplies otherwise than torch does."""
+    return _has_panels(a, b, bias) or _takes(a, b)
+
+
+def _has_panels(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether `panel_products` computes a [n, k] @ b [m, k].T + bias [m], faster than MKL."""
+    return onednn_is_faster() and panel_products.takes(a, b, bias)
+
+
+def _multiplied(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """a [n, k] @ b [m, k].T + bias [m]. Not differentiable."""
+    if _has_panels(a, b, bias):
+        return panel_products.panel_product(a, b, bias)
+    return _onednn(a, b, bias) if _takes(a, b) else F.linear(a, b, bias)
 
 
 def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
