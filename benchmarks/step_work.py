@@ -75,10 +75,15 @@ class Clock:
     """`mark` at the end of each step, warm ones included, and once before the first."""
 
     def __init__(self) -> None:
-        self.marks: list[tuple[float, float]] = []
+        self.marks: list[tuple[float, float]] = []  # wall and CPU seconds, without those of the marks themselves
+        self.own = 0.0  # wall seconds of the marks so far
+        self.own_cpu = 0.0
 
     def mark(self) -> None:
-        self.marks.append((time.perf_counter(), time.process_time() + children()))
+        began, cpu = time.perf_counter(), time.process_time()
+        self.marks.append((began - self.own, cpu - self.own_cpu + children()))
+        self.own_cpu += time.process_time() - cpu
+        self.own += time.perf_counter() - began
 
     def times(self, tokens: Sequence[float]) -> Times:
         """tokens: of every step."""

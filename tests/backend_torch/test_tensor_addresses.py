@@ -46,6 +46,10 @@ def written(*shape: int) -> Written:
     return Written(torch.zeros(shape))
 
 
+def integers(limit: int) -> Read:
+    return Read(torch.randint(limit, (ROWS,)))
+
+
 def call(name: str, size: int) -> list[Any]:
     """Arguments of a kernel."""
     n, whole = ROWS, (size + 15) // 16 * 16
@@ -78,6 +82,10 @@ def call(name: str, size: int) -> list[Any]:
         "adamw": lambda: [Written(torch.randn(size)), Written(torch.randn(size)), Written(torch.randn(size)),
                           Written(torch.rand(size)), size,
                           Read(torch.tensor([0.5, 0.9, 0.1, 0.99, 0.01, 0.3, 1e-3, 1e-2]))],
+        "append_sampled": lambda: [
+            integers(9), read(n), 0, n, integers(n), *(Written(integers(9).values) for _ in range(2)), written(n),
+            *(Written(torch.ones(n, dtype=torch.uint8)) for _ in range(2)), integers(9), 3, 11,
+            Written(torch.zeros(n, 11, dtype=torch.int64)), written(n, 11)],
         "attention": lambda: [*queries, *keys, *keys, *of_attention, written(n, 2, size), written(n, 2)],
         "attention_backward": lambda: [*queries, *keys, *keys, *queries, *of_attention, read(n, 2), written(n, 2, size),
                                        written(n, 1, size), written(n, 1, size)],

@@ -98,7 +98,7 @@ def _generated(rank: int, path: str, layout: tuple[int, int, int]) -> list[Any]:
                        for _ in range(3)]
         (state,) = states.values()
         found[f"traces, {name}"] = [sum(isinstance(x, OpTrace) for x in steps.captures.values())
-                                    for steps in (state.decode_steps, state.bookkeeping)]
+                                    for steps in (state.decode_steps, state.bookkeeping) if steps.captures]
     return [found["captured"] == found["plain"], found["traces, captured"], found["traces, plain"]]
 
 

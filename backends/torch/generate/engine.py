@@ -21,6 +21,7 @@ from rldsl.backends.torch.generate.kv_cache import DecodeAttention, PrefillAtten
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
+from rldsl.backends.torch.kernels import sampled_tokens
 from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.runtime.backend import PackedBatch, Prefix
@@ -91,13 +92,25 @@ class Engine:
             slots = slice(group.start, group.start + batch.batch_size)
         else:
             slots = torch.tensor(batch.slots, device=tokens.device)
-        self.state.slots.token[slots], self.state.slots.logprob[slots] = tokens, logprobs
-        if isinstance(batch, DecodeBatch) and self.stop_strings is None:
-            self.state.bookkeeping((group.start, batch.batch_size), lambda: self._append_tokens(slots))
+        decodes = isinstance(slots, slice) and self.stop_strings is None
+        if decodes and sampled_tokens.takes(tokens.device):
+            self._append_in_one_call(group.start, tokens, logprobs)
         else:
-            self._append_tokens(slots)
+            self.state.slots.token[slots], self.state.slots.logprob[slots] = tokens, logprobs
+            if decodes:
+                self.state.bookkeeping((group.start, len(tokens)), lambda: self._append_tokens(slots))
+            else:
+                self._append_tokens(slots)
         if isinstance(batch, PrefillBatch) or batch.poll:
             self._poll(group)
+
+    def _append_in_one_call(self, first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """As `_append_tokens`, for slots from `first` on, which get their tokens here."""
+        slots, responses = self.state.slots, self.state.responses
+        sampled_tokens.append(
+            (slots.seq_id, slots.num_generated, slots.token, slots.logprob, slots.active, slots.finished), first,
+            tokens.contiguous(), logprobs.float().contiguous(), self.state.eos_ids, responses.tokens,
+            responses.logprobs)
 
     def _append_tokens(self, at: slice | torch.Tensor) -> tuple[()]:
         """Append the sampled tokens of some slots to the responses of their sequences, as far as these are active."""

@@ -45,12 +45,14 @@ ARGUMENTS = {
     "add": (POINTER, POINTER, INT, POINTER),
     "adamw": (*(POINTER,) * 4, INT, POINTER),
     "panel_products": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, INT, ctypes.c_int, POINTER),
+    "append_sampled": (POINTER, POINTER, INT, INT, *(POINTER,) * 7, INT, INT, POINTER, POINTER),
     "run_calls": (POINTER, INT),
     "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),
 }
 CANNOT_FAIL = ("rms_norm", "rotary", "gated_product", "gated_product_backward", "add", "add_outer_products",
-               "add_transposed", "adamw", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")
+               "add_transposed", "adamw", "append_sampled", "exp_sums", "softmax_sums", "scaled_probabilities",
+               "sample")
 
 
 @cache

@@ -61,6 +61,7 @@ def _sequences(step: StepState, reader: DataReader, reads: tuple[str, ...], fram
     tokens = reader.tokens(record)
     decode = tokens.tokenizer.decode
     found: dict[int, Row] = {}
+    prompts: dict[tuple[int, ...], str] = {}  # the samples of a prompt have it in common
     at = 0
     ids = plain_ids(packed.tokens.tolist())
     own: list[bool] | None = None if packed.own is None else packed.own.tolist()
@@ -68,8 +69,11 @@ def _sequences(step: StepState, reader: DataReader, reads: tuple[str, ...], fram
         first = p if own is None else own.index(True, at, at + p + r) - at if r else p
         prompt, completion = ids[at : at + first], ids[at + first : at + p + r]
         at += p + r
+        key = tuple(prompt)
+        if key not in prompts:
+            prompts[key] = decode(prompt, skip_special_tokens=True)
         found[row] = {
-            "prompt": decode(prompt, skip_special_tokens=True),
+            "prompt": prompts[key],
             "completion": decode(completion, skip_special_tokens=True),
             "prompt_ids": prompt, "completion_ids": completion,
             "finished": r < record.max_response_tokens or (r > 0 and completion[-1] in tokens.ends),
