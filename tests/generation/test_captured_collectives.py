@@ -107,4 +107,4 @@ def test_generation_replays_steps(layout: str, tmp_path: Any) -> None:
     path = str(make_model(tmp_path / "m"))
     degrees = LAYOUTS[layout]
     for same, captured, uncaptured in run_world(degrees[0] * degrees[1] * degrees[2], _generated, path, degrees):
-        assert same and min(captured) > 0 and max(uncaptured) == 0
+        assert same and min(captured) > 0 and max(uncaptured, default=0) == 0
