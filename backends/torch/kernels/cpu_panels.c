@@ -110,7 +110,7 @@ int panel_products(const float *x, int64_t x_row, int64_t x_term, const float *w
                    float *out) {
   int64_t most_terms = least(BLOCK_TERMS, size), panels = (columns + PANEL - 1) / PANEL;
   int64_t at_once = least(panels, MOST_PACKED / (most_terms * PANEL));
-  float *packed = aligned_alloc(64, at_once * most_terms * PANEL * sizeof(float));
+  float *packed = aligned_alloc(64, (at_once * most_terms * PANEL * sizeof(float) + 63) / 64 * 64);
   int failed = !packed;
 #pragma omp parallel if (rows * columns * size > 1 << 19)
   {
