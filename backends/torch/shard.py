@@ -15,7 +15,7 @@ from rldsl.backends.torch.generate.captured_step import CaptureSwitch
 from rldsl.backends.torch.generate.conversations import converse
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.generate import generate
-from rldsl.backends.torch.kernels.kept_memory import keep_freed_memory
+from rldsl.backends.torch.kernels.kept_memory import keep_few_compiled_products, keep_freed_memory
 from rldsl.backends.torch.model.invariant_probe import check_kernels
 from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
@@ -78,6 +78,7 @@ class TorchShard:
         self.model, self.axes, self.device = model, axes, device
         if device.type == "cpu":
             keep_freed_memory()
+            keep_few_compiled_products()
         self.uses_bfloat16 = model.dtype == "bfloat16"
         matmul_dtype, param_dtype = (torch.bfloat16 if name == "bfloat16" else torch.float32
                                      for name in (model.dtype, storage_dtype(model, layout.id)))

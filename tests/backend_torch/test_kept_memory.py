@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rldsl.backends.torch.kernels import products
+
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 START = """
 import resource, sys
@@ -71,3 +73,29 @@ def test_a_system_whose_memory_is_promised(monkeypatch: pytest.MonkeyPatch, tmp_
         assert kept_memory._may_reserve() == expected
     monkeypatch.setattr(kept_memory, "OVERCOMMIT", tmp_path / "none")
     assert not kept_memory._may_reserve()
+
+
+PRODUCTS = """
+
+w = torch.randn(96, 64)
+def multiplied(rows):
+    for n in rows:
+        torch.ops.mkldnn._linear_pointwise(torch.randn(n, 64), w, None, "none", [], "")
+    return used("Private_Dirty")
+"""
+
+
+@pytest.mark.skipif(not products.has_onednn(), reason="this torch has no oneDNN")
+def test_few_compiled_products_are_kept() -> None:
+    """oneDNN makes one for each number of rows. Those of the first pass are the ones that it may keep."""
+    grown = {}
+    for name, call in (("few", "kept_memory.keep_few_compiled_products()"), ("all", "")):
+        first, last = run(f"{PRODUCTS}{call}\nprint(multiplied(range(100, 250))); print(multiplied(range(250, 550)))")
+        grown[name] = last - first
+    assert grown["few"] < 0.3 * grown["all"]
+
+
+def test_limits_of_the_environment_stay() -> None:
+    found = run("import os; os.environ['LRU_CACHE_CAPACITY'] = '7'; kept_memory.keep_few_compiled_products(); "
+                "print(os.environ['LRU_CACHE_CAPACITY'], os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])")
+    assert found == [7, 128]

@@ -22,6 +22,7 @@ from pathlib import Path
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # parameters of mallopt, from malloc.h
 NEVER = -1         # that the heap shrinks
 AT_ONCE = 1 << 26  # bytes by which it grows
+COMPILED_PRODUCTS = 128  # that oneDNN keeps: more than a pass has, or all decode steps of a call
 LARGE_PAGE = 1 << 21
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # None: not on Linux
@@ -39,6 +40,13 @@ def keep_freed_memory() -> bool:
     if kept and HUGEPAGE is not None and _may_reserve():
         _ask_for_large_pages(system, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
     return kept
+
+
+def keep_few_compiled_products() -> None:
+    """For the rest of the process, unless its environment has other limits. Before the first product: torch and oneDNN
+    read these variables once."""
+    for variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):  # torch's own cache, and oneDNN's
+        os.environ.setdefault(variable, str(COMPILED_PRODUCTS))
 
 
 def _may_reserve() -> bool:
