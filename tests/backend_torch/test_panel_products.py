@@ -119,7 +119,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     `panel_products` that were called."""
     for kernel in (products.few_row_products, outer_products):
         monkeypatch.setattr(kernel, "takes", lambda *_: False)
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "mkl_lacks_avx512", lambda: True)
     monkeypatch.setattr(products, "_onednn", lambda *_: pytest.fail("oneDNN was called"))
     found: list[str] = []
 
@@ -186,7 +186,7 @@ def test_gradients_of_a_head_add_up(counted: list[str]) -> None:
 
 
 def test_a_machine_where_torch_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(products, "mkl_lacks_avx512", lambda: False)
     monkeypatch.setattr(panel_products, "panel_product", lambda *_: pytest.fail("the kernel was called"))
     x, weight = torch.randn(300, 600), torch.randn(48, 600)
     assert torch.equal(products.product(x, weight), x @ weight.T)

@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
         found.append((*a.shape, b.shape[0]))
         return plain(a, b, bias)
 
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "mkl_lacks_avx512", lambda: True)
     monkeypatch.setattr(products, "_onednn", counted)
     yield found
 
@@ -160,7 +160,7 @@ def test_machines(monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str,
     monkeypatch.setattr(products, "Path", lambda _: SimpleNamespace(read_text=lambda: text))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
-    assert products.onednn_is_faster.__wrapped__() is faster
+    assert products.mkl_lacks_avx512.__wrapped__() is faster
 
 
 def test_a_trace_repeats_them(calls: list[tuple[int, ...]]) -> None:
@@ -193,7 +193,7 @@ def test_a_model_generates_and_trains_with_them(calls: list[tuple[int, ...]], pa
     grads = []
     for own in (True, False):
         if not own:
-            monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+            monkeypatch.setattr(products, "mkl_lacks_avx512", lambda: False)
         calls.clear()
         # AdamW would clear the gradients
         fresh: Any = make_shard(plan_model(path, optimizer=Optimizer(kind="sgd", lr=1e-3)), 0)
@@ -208,7 +208,7 @@ def test_a_model_generates_and_trains_with_them(calls: list[tuple[int, ...]], pa
 def test_an_invariant_model_has_one_library(calls: list[tuple[int, ...]], path: str, faster: bool,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of every size, or none: a row must have the same numbers in every batch."""
-    monkeypatch.setattr(invariant_products, "onednn_is_faster", lambda: faster)
+    monkeypatch.setattr(invariant_products, "mkl_lacks_avx512", lambda: faster)
     model = replace(plan_model(path, optimizer=Optimizer(lr=1e-3)), invariant=True)
     shard: Any = make_shard(model, 0)
     given = pack([([2 + i % 40] * 8, []) for i in range(64)])

@@ -66,7 +66,7 @@ def test_the_gradient_is_that_of_the_parameter() -> None:
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_blocks_are_the_columns(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_copies, "onednn_is_faster", lambda: faster)
+    monkeypatch.setattr(weight_copies, "mkl_lacks_avx512", lambda: faster)
     copies, weight = WeightCopies(), nn.Parameter(torch.randn(3, 8))
     with copies.in_call():
         blocks = copies.blocks(weight, torch.float32, CUTS)

@@ -33,7 +33,7 @@ MIN_ELEMENTS = 1 << 12         # that a product has then: oneDNN is slow at few 
 
 
 @cache
-def onednn_is_faster() -> bool:
+def mkl_lacks_avx512() -> bool:
     """Whether this machine has AVX-512 that MKL does not use."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():
         return False
@@ -71,7 +71,7 @@ def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     faster than all of it: the logits of vocabularies of 8192 and 32768 tokens in 0.5 to 0.9 of the time on an AMD EPYC
     with AVX2. Not for steps that are captured: their operators write complete tensors."""
     large = len(b) >= MIN_COLUMNS and len(a) * len(b) >= MIN_TILED
-    if not large or a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or onednn_is_faster():
+    if not large or a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or mkl_lacks_avx512():
         return product(a, b)
     out = a.new_empty(len(a), len(b))
     rows, columns = TILE
@@ -199,7 +199,7 @@ def _is_multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | N
 
 def _has_panels(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether `panel_products` computes a [n, k] @ b [m, k].T + bias [m], faster than MKL."""
-    return onednn_is_faster() and panel_products.takes(a, b, bias)
+    return mkl_lacks_avx512() and panel_products.takes(a, b, bias)
 
 
 def _multiplied(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -212,7 +212,7 @@ def _multiplied(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> 
 def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether oneDNN computes a [n, k] @ b [m, k].T."""
     elements = a.shape[0] * b.shape[0]
-    return (elements >= MIN_ELEMENTS and elements * a.shape[1] >= MIN_MULTIPLICATIONS and onednn_is_faster()
+    return (elements >= MIN_ELEMENTS and elements * a.shape[1] >= MIN_MULTIPLICATIONS and mkl_lacks_avx512()
             and all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
                     for x in (a, b))
             and not torch.is_autocast_enabled("cpu"))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from rldsl.backends.torch.kernels import fixed_order
 from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.backends.torch.kernels.products import onednn_is_faster, ordered_product
+from rldsl.backends.torch.kernels.products import mkl_lacks_avx512, ordered_product
 from rldsl.backends.torch.model.row_groups import RowGroups, sum_over_groups
 from rldsl.backends.torch.model.weight_copies import NO_COPIES, WeightCopies
 
@@ -39,7 +39,7 @@ def multiply(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         # a product of two bfloat16 numbers is exact in float32, so only the order of the sums is another one
         return multiply(x.float(), right.float()).to(x.dtype)
     (count, size), width = x.shape, right.shape[1]
-    if x.dtype == torch.float32 and onednn_is_faster():
+    if x.dtype == torch.float32 and mkl_lacks_avx512():
         # one row or one column has another order of sums, every other number the same
         few = count < ROWS or width < COLUMNS
         out = ordered_product(pad_to_multiple(x, ROWS) if count < ROWS else x,

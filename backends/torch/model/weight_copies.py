@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from rldsl.backends.torch.kernels.products import onednn_is_faster
+from rldsl.backends.torch.kernels.products import mkl_lacks_avx512
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class WeightCopies:
     def blocks(self, weight: torch.Tensor, dtype: torch.dtype, cuts: Sequence[int]) -> list[torch.Tensor]:
         """Runs of columns, in a dtype and without gradients, as products read them fastest."""
         with torch.no_grad():
-            if dtype != torch.float32 or weight.device.type != "cpu" or not onednn_is_faster():
+            if dtype != torch.float32 or weight.device.type != "cpu" or not mkl_lacks_avx512():
                 whole = self.cast(weight, dtype)
                 return [whole[:, start:stop] for start, stop in pairwise(cuts)]
             if not self.keeps(weight):
