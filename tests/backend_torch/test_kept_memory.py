@@ -11,6 +11,8 @@ import pytest
 
 from rldsl.backends.torch.kernels import products
 
+# for large pages by the fork server, and by shards in this process
+SET_BY_TESTS = ("GLIBC_TUNABLES", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 START = """
 import resource, sys
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), re
 
 
 def run(code: str) -> list[float]:
-    without = {name: text for name, text in os.environ.items() if name != "GLIBC_TUNABLES"}  # which asks for them too
+    without = {name: text for name, text in os.environ.items() if name not in SET_BY_TESTS}
     done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=100, env=without)
     assert done.returncode == 0, done.stderr
     return [float(x) for x in done.stdout.split()]
