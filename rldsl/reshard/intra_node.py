@@ -25,6 +25,7 @@ from rldsl.reshard.load_balance import Share, balance, cut_at
 from rldsl.reshard.node_groups import CellPairs
 from rldsl.reshard.records import NodeGroup
 
+PARTS = 16  # into which the way between two plans of arrivals is divided, to try plans on it
 NETWORK_COST = 8  # a byte between nodes costs at least as much as 8 inside one (H100: 450 against 50 GB/s)
 
 Devices = tuple[int, ...]  # of a node, ascending
@@ -49,7 +50,7 @@ def node_group(sizes: Sequence[int], nodes: tuple[int, ...], cells: CellPairs, w
         loads = _sent(_direct_copies(sizes, wants.local, {}, NO_ARRIVALS))
         forwarding = _arrivals(wants.wanted, wants.held, loads, by_forwarding=True)
         # the largest load is a convex function of the amounts, so it may be smaller between the two
-        others = [forwarding, *(_between(plan, forwarding, quarters) for quarters in (1, 2, 3))]
+        others = [forwarding, *(_between(plan, forwarding, part) for part in range(1, PARTS))]
         candidates = [(plan, copies), *((other, _local_copies(sizes, wants.local, other)) for other in others)]
         plan, copies = min(candidates, key=lambda x: _busiest_device(*x))
     return NodeGroup(nodes, cells, plan, copies, len(nodes))
@@ -62,10 +63,10 @@ def _received(arrivals: Arrivals) -> Counter[int]:
     return received
 
 
-def _between(a: Arrivals, b: Arrivals, quarters: int) -> Arrivals:
-    """The plan that is `quarters` quarters of the way from a to b, which are for the same lists."""
+def _between(a: Arrivals, b: Arrivals, part: int) -> Arrivals:
+    """The plan that is `part` of `PARTS` parts of the way from a to b, which are for the same lists."""
     return Arrivals(a.wanted, a.held, tuple(
-        tuple(((4 - quarters) * x + quarters * y) // 4 for x, y in zip(of_a, of_b, strict=True))
+        tuple(((PARTS - part) * x + part * y) // PARTS for x, y in zip(of_a, of_b, strict=True))
         for of_a, of_b in zip(a.bounds, b.bounds, strict=True)))
 
 

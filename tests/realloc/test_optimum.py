@@ -26,6 +26,9 @@ def test_devices_that_receive_or_send_much(kind: str) -> None:
     on = mesh((4, 19))
     case = Case(wide(kind), layout(on, dp=3, tp=5), on, layout(on, pp=5, dp=3), on, 4)
     assert busiest(case) <= optimum(case)
+    few, more = mesh((2, 14)), mesh((0, 13))
+    case = Case(wide(kind), layout(few, pp=2, tp=6), few, layout(more, dp=13), more, 8)
+    assert busiest(case) <= 1.01 * optimum(case)
 
 
 GRID = [(mesh((0, 8)), mesh((0, 8))), (mesh((0, 8)), mesh((8, 16))), (mesh((0, 8)), mesh((4, 10))),
