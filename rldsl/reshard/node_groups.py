@@ -74,10 +74,10 @@ class MeshView:
         return self.ordered[at][0] + index - self.ordered[at][2]
 
     def block_signature(self, first: int, size: int) -> tuple[object, int]:
-        """A signature of the block of `size` ranks from `first` on, and how many blocks, this one and those next to it,
-        are known at once to have it. Equal for two blocks only if their ranks have the same cells. Two signatures may
-        differ although the cells are equal; `node_groups` merges those. Takes one step if the block lies within one
-        zero shard of one stage."""
+        """(signature of the block of `size` ranks from `first` on, how many blocks from this one on are known to have
+        it). Two blocks have the same signature only if their ranks have the same cells. Signatures may differ although
+        the cells are equal; `node_groups` merges those. Takes one step if the block lies within one zero shard of one
+        stage."""
         at = bisect_right(self.starts, first) - 1
         if at >= 0 and first + size <= self.runs[at][1]:
             start, stop, index_of_start = self.runs[at]
