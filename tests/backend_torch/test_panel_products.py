@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.generate.op_trace import trace
-from rldsl.backends.torch.kernels import kernel_library, outer_products, panel_products, products
+from rldsl.backends.torch.kernels import kernel_library, panel_products, products
 from rldsl.backends.torch.kernels.panel_products import add_panel_product, panel_product, takes
 
 pytestmark = [pytest.mark.skipif(not kernel_library.available(), reason="no C compiler"), pytest.mark.numeric]
@@ -115,11 +115,10 @@ def test_another_total(total: torch.Tensor) -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As on a machine whose AVX-512 MKL does not use, without the other kernels. Names of the functions of
+    """As on a machine where MKL is no faster, without the kernel for few rows. Names of the functions of
     `panel_products` that were called."""
-    for kernel in (products.few_row_products, outer_products):
-        monkeypatch.setattr(kernel, "takes", lambda *_: False)
-    monkeypatch.setattr(products, "mkl_lacks_avx512", lambda: True)
+    monkeypatch.setattr(products.few_row_products, "takes", lambda *_: False)
+    monkeypatch.setattr(products, "panels_are_fast", lambda: True)
     monkeypatch.setattr(products, "_onednn", lambda *_: pytest.fail("oneDNN was called"))
     found: list[str] = []
 
@@ -182,10 +181,14 @@ def test_gradients_of_a_head_add_up(counted: list[str]) -> None:
     assert counted == ["panel_product", "add_panel_product", "add_panel_product"]
     given = torch.zeros(500, 24)
     torch.testing.assert_close(products.add_product(given, table.T, hidden.T), (table.T @ hidden), rtol=1e-4, atol=1e-4)
-    assert len(counted) == 3, "MKL adds to a total of the other order"
+    assert counted[3:] == ["add_panel_product"], "in the other order, too"
+    torch.testing.assert_close(products.add_product(torch.zeros(500, 48)[:, ::2], table.T, hidden.T), given,
+                               rtol=1e-4, atol=1e-4)
+    assert len(counted) == 4, "MKL adds to a total of neither order"
 
 
 def test_a_machine_where_torch_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "panels_are_fast", lambda: False)
     monkeypatch.setattr(products, "mkl_lacks_avx512", lambda: False)
     monkeypatch.setattr(panel_products, "panel_product", lambda *_: pytest.fail("the kernel was called"))
     x, weight = torch.randn(300, 600), torch.randn(48, 600)

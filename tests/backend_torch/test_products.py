@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.match import gap
 from benchmarks.match import prompts as ragged_prompts
 from rldsl.backends.torch.generate.op_trace import trace
-from rldsl.backends.torch.kernels import few_row_products, outer_products, panel_products, products
+from rldsl.backends.torch.kernels import few_row_products, panel_products, products
 from rldsl.backends.torch.model import invariant_products
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
@@ -32,7 +32,7 @@ ROWS, INPUTS, OUTPUTS = 128, 96, 160  # large enough
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """As on a machine where oneDNN is faster, and without kernels of ours. Shapes of what it has multiplied."""
-    for kernel in (few_row_products, outer_products, panel_products):
+    for kernel in (few_row_products, panel_products):
         monkeypatch.setattr(kernel, "takes", lambda *_: False)
     found: list[tuple[int, ...]] = []
     plain = products._onednn
@@ -123,12 +123,11 @@ def test_what_stays_with_torch(calls: list[tuple[int, ...]]) -> None:
     assert not calls
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_gradients_of_several_passes_add_up(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("panels", [False, True])
+def test_gradients_of_several_passes_add_up(panels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the tensor that the weight has, or in a new one; hooks see the gradient; where the weight is computed from
     another, its gradient goes there."""
-    if not own:
-        monkeypatch.setattr(outer_products, "takes", lambda *_: False)
+    monkeypatch.setattr(products, "panels_are_fast", lambda: panels)
     xs, grads = [numbers(ROWS, INPUTS) for _ in range(3)], [numbers(ROWS, OUTPUTS) for _ in range(3)]
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-3)
     expected = sum((g.T @ x for x, g in zip(xs, grads, strict=True)), start=torch.zeros(OUTPUTS, INPUTS))
@@ -152,15 +151,19 @@ def test_gradients_of_several_passes_add_up(own: bool, monkeypatch: pytest.Monke
     close(half.grad, 0.5 * (grads[0].T @ xs[0]))
 
 
-@pytest.mark.parametrize(("vendor", "capability", "mkl", "faster"), [
-    ("AuthenticAMD", "AVX512", True, True), ("GenuineIntel", "AVX512", True, False),
-    ("AuthenticAMD", "AVX2", True, False), ("AuthenticAMD", "AVX512", False, False), ("", "AVX512", True, False)])
-def test_machines(monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str, mkl: bool, faster: bool) -> None:
+@pytest.mark.parametrize(("vendor", "capability", "mkl", "onednn", "panels"), [
+    ("AuthenticAMD", "AVX512", True, True, True), ("GenuineIntel", "AVX512", True, False, False),
+    ("AuthenticAMD", "AVX2", True, False, True), ("AuthenticAMD", "AVX512", False, False, True),
+    ("GenuineIntel", "AVX2", True, False, False), ("AuthenticAMD", "DEFAULT", True, False, False),
+    ("", "AVX512", True, False, False)])
+def test_machines(monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str, mkl: bool, onednn: bool,
+                  panels: bool) -> None:
     text = f"processor\t: 0\nvendor_id\t: {vendor}\n" if vendor else "processor\t: 0\n"
     monkeypatch.setattr(products, "Path", lambda _: SimpleNamespace(read_text=lambda: text))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
-    assert products.mkl_lacks_avx512.__wrapped__() is faster
+    assert products.mkl_lacks_avx512.__wrapped__() is onednn
+    assert products.panels_are_fast.__wrapped__() is panels
 
 
 def test_a_trace_repeats_them(calls: list[tuple[int, ...]]) -> None:

@@ -76,7 +76,6 @@ def call(name: str, size: int) -> list[Any]:
         "few_row_product": lambda: [read(n, size), size, read(7, size), read(7), n, 7, size, written(n, 7)],
         "few_row_sample": lambda: [read(n, size), size, read(40, size), draws, n, 40, size, 0.7, tokens, written(n)],
         "panel_products": lambda: [read(size, n), 1, n, read(7, size), 1, size, read(7), n, 7, size, 0, written(n, 7)],
-        "add_outer_products": lambda: [read(size, n), read(size, whole), size, n, whole, Written(torch.randn(n, whole))],
         "add_transposed": lambda: [read(size, n), n, size, Written(torch.randn(n, size))],
         "add": lambda: [read(size), read(size), size, written(size)],
         "adamw": lambda: [Written(torch.randn(size)), Written(torch.randn(size)), Written(torch.randn(size)),

@@ -19,8 +19,11 @@ from typing import Any
 from rldsl.files import cache_folder
 
 COMPILER = "cc"
+# The last flag: GCC fuses products and sums on some processors only where a loop has several sums, so that the same
+# number would have other bits in a tile of another size
 FAST_FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
-              "-ffp-contract=fast", "-fno-tree-vectorize", "-fno-tree-slp-vectorize", "-fopenmp")
+              "-ffp-contract=fast", "-fno-tree-vectorize", "-fno-tree-slp-vectorize", "-fopenmp",
+              "--param=avoid-fma-max-bits=0")
 PROCESSOR = (b"vendor_id", b"cpu family", b"model\t", b"flags", b"Features")  # lines of /proc/cpuinfo
 
 

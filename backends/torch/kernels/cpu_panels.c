@@ -16,7 +16,7 @@
 #endif
 #define PANEL (PANEL_VECTORS * LANES) /* columns */
 #define BLOCK_TERMS 512               /* a multiple of LANES */
-#define PASSING_ROWS 96               /* whose terms stay in the cache while all panels pass: a multiple of TILE_ROWS */
+#define PASSING_ROWS 192              /* whose terms stay in the cache while all panels pass: a multiple of TILE_ROWS */
 #define MOST_PACKED (1 << 20)         /* floats of panels, at a time */
 
 /* terms x columns of a weight, of which one of the two strides is 1, -> a panel [terms, PANEL], 0 behind the columns */
@@ -43,10 +43,10 @@ static void pack_panel(const float *weight, int64_t term_stride, int64_t column_
 
 /* out [rows, columns], rows `out_row` apart, = x [rows, terms] @ panel + out, or + bias [columns], or 0 for NULL, where
    `begins`. columns: up to those of the vectors */
-static inline __attribute__((always_inline)) void panel_tile(const float *x, int64_t x_row, const float *panel,
-                                                             int64_t terms, const float *bias, int begins, float *out,
-                                                             int64_t out_row, int64_t columns, const int rows,
-                                                             const int vectors) {
+static inline __attribute__((always_inline)) void panel_tile(const float *x, int64_t x_row, int64_t x_term,
+                                                             const float *panel, int64_t terms, const float *bias,
+                                                             int begins, float *out, int64_t out_row, int64_t columns,
+                                                             const int rows, const int vectors) {
   vec sums[TILE_ROWS][PANEL_VECTORS];
 #pragma GCC unroll 4
   for (int v = 0; v < vectors; v++) {
@@ -58,11 +58,14 @@ static inline __attribute__((always_inline)) void panel_tile(const float *x, int
   for (int64_t i = 0; i < terms; i++) {
     vec own[PANEL_VECTORS];
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) own[v] = load(panel + i * PANEL + v * LANES);
+    for (int v = 0; v < vectors; v++) {
+      own[v] = load(panel + i * PANEL + v * LANES);
+      IN_REGISTER(own[v]);
+    }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) sums[r][v] += own[v] * x[r * x_row + i];
+      for (int v = 0; v < vectors; v++) sums[r][v] += own[v] * x[r * x_row + i * x_term];
   }
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
@@ -72,9 +75,9 @@ static inline __attribute__((always_inline)) void panel_tile(const float *x, int
 }
 
 /* The same of any number of rows, at most TILE_ROWS, and columns, at most PANEL */
-static void panel_product(const float *x, int64_t x_row, const float *panel, int64_t terms, const float *bias,
-                          int begins, float *out, int64_t out_row, int64_t rows, int64_t columns) {
-#define WITH(ROWS, N) panel_tile(x, x_row, panel, terms, bias, begins, out, out_row, columns, ROWS, N)
+static void panel_product(const float *x, int64_t x_row, int64_t x_term, const float *panel, int64_t terms,
+                          const float *bias, int begins, float *out, int64_t out_row, int64_t rows, int64_t columns) {
+#define WITH(ROWS, N) panel_tile(x, x_row, x_term, panel, terms, bias, begins, out, out_row, columns, ROWS, N)
 #define WITH_VECTORS(N)                                                                       \
   switch (rows) {                                                                             \
     case 1: WITH(1, N); break;                                                                \
@@ -95,12 +98,19 @@ static void panel_product(const float *x, int64_t x_row, const float *panel, int
 #undef WITH
 }
 
-/* rows x terms of x, whose rows are next to one another in memory and terms `x_term` apart, -> [rows, terms] */
+/* x, whose rows are next to one another in memory and terms `x_term` apart -> TILE_ROWS rows at a time [terms, TILE_ROWS].
+   A few terms at a time: what is read and written stays in the cache */
 static void gather_rows(const float *x, int64_t x_term, int64_t rows, int64_t terms, float *gathered) {
-  for (int64_t i = 0; i < terms; i += LANES)
-    for (int64_t r = 0; r < rows; r += LANES)
-      transpose(x + i * x_term + r, x_term, least(LANES, terms - i), least(LANES, rows - r), gathered + r * terms + i,
-                terms, least(LANES, terms - i));
+  for (int64_t first = 0; first < terms; first += LINE)
+    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+      float *to = gathered + row * terms;
+      int64_t end = least(first + LINE, terms);
+      if (row % LINE == 0) for (int64_t i = first; i < end; i++) __builtin_prefetch(x + (i + LINE) * x_term + row);
+      if (row + TILE_ROWS <= rows)
+        for (int64_t i = first; i < end; i++) memcpy(to + i * TILE_ROWS, x + i * x_term + row, TILE_ROWS * sizeof(float));
+      else
+        for (int64_t i = first; i < end; i++) memcpy(to + i * TILE_ROWS, x + i * x_term + row, (rows - row) * sizeof(float));
+    }
 }
 
 /* out [rows, columns] = x [rows, size] @ weight [size, columns] + bias [columns], or NULL; where `adds`, + out instead.
@@ -132,10 +142,11 @@ int panel_products(const float *x, int64_t x_row, int64_t x_term, const float *w
           int64_t high = least(PASSING_ROWS, rows - first);
           if (gathered) gather_rows(passing, x_term, high, terms, gathered);
           for (int64_t j = 0; j < count; j++) {
-            int64_t c = (p + j) * PANEL, distance = gathered ? terms : x_row;
+            int64_t c = (p + j) * PANEL;
             for (int64_t row = 0; row < high; row += TILE_ROWS)
-              panel_product((gathered ? gathered : passing) + row * distance, distance, packed + j * terms * PANEL,
-                            terms, bias ? bias + c : NULL, i == 0 && !adds, out + (first + row) * columns + c, columns,
+              panel_product(gathered ? gathered + row * terms : passing + row * x_row, gathered ? 1 : x_row,
+                            gathered ? TILE_ROWS : 1, packed + j * terms * PANEL, terms, bias ? bias + c : NULL,
+                            i == 0 && !adds, out + (first + row) * columns + c, columns,
                             least(TILE_ROWS, high - row), least(PANEL, columns - c));
           }
         }

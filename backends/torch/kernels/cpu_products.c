@@ -1,5 +1,5 @@
 /* Products in float32: x [rows, size] @ weight [columns, size].T for few rows, as in decoding (`few_row_products.py`),
-   gradients of weights (`outer_products.py`), and samples from a head (`cpu_sampling.py`).
+   and samples from a head (`cpu_sampling.py`).
 
    A library copies a weight to an order of its own before it multiplies, which costs as much as the product where rows
    are few. Here the weight is read as it is stored, once, and the sums of a tile of rows and columns are in registers.
@@ -39,7 +39,10 @@ static inline __attribute__((always_inline)) void dot_step(const float *x, int64
                                                            const int columns) {
   vec own[MOST_COLUMNS];
 #pragma GCC unroll 8
-  for (int c = 0; c < columns; c++) own[c] = load_up_to(weight + c * size, n);
+  for (int c = 0; c < columns; c++) {
+    own[c] = load_up_to(weight + c * size, n);
+    if (rows > 1) IN_REGISTER(own[c]);
+  }
 #pragma GCC unroll 4
   for (int r = 0; r < rows; r++) {
     vec inputs = load_up_to(x + r * x_row, n);
@@ -130,8 +133,10 @@ static void dot_products(const float *x, int64_t x_row, const float *weight, con
       _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                       \
         __builtin_prefetch(weight + (columns + c) * size + first);                                                    \
       for (int64_t i = first; i < size && i < first + LINE; i++) {                                                    \
-        _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)                                                     \
+        _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) {                                                   \
           memcpy(&own[v], rows + (i * vectors + v) * lanes, sizeof(TYPE));                                            \
+          IN_REGISTER(own[v]);                                                                                        \
+        }                                                                                                             \
         _Pragma("GCC unroll 8") for (int c = 0; c < columns; c++)                                                     \
           _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) total[c][v] += own[v] * weight[c * size + i];     \
       }                                                                                                               \
@@ -220,82 +225,6 @@ int few_row_product(const float *x, int64_t x_row, const float *weight, const fl
   }
   free(blocks);
   return 0;
-}
-
-/* ------------------------------------------------------------------------------------------- gradients of weights */
-
-#if LANES == 16
-#define OUTER_ROWS 6 /* of a tile of a gradient */
-#define OUTER_VECTORS 4
-#else
-#define OUTER_ROWS 4
-#define OUTER_VECTORS 3
-#endif
-#define TERMS 256 /* that a tile gets at a time: what they are made of stays in the cache from tile to tile */
-
-/* total [rows, vectors], rows `columns` apart, += a [terms, rows].T @ b [terms, vectors], terms `a_term` and `columns`
-   apart */
-static inline __attribute__((always_inline)) void outer_tile(const float *a, int64_t a_term, const float *b,
-                                                             int64_t columns, int64_t terms, float *total,
-                                                             const int rows, const int vectors) {
-  vec sums[OUTER_ROWS][OUTER_VECTORS];
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) sums[r][v] = load(total + r * columns + v * LANES);
-  for (int64_t i = 0; i < terms; i++) {
-    vec own[OUTER_VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) own[v] = load(b + i * columns + v * LANES);
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) sums[r][v] += own[v] * a[i * a_term + r];
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) store(total + r * columns + v * LANES, sums[r][v]);
-}
-
-/* The same of any number of rows and vectors */
-static void outer_product(const float *a, int64_t a_term, const float *b, int64_t columns, int64_t terms, float *total,
-                          int64_t rows, int64_t vectors) {
-#define WITH(ROWS, N) outer_tile(a, a_term, b, columns, terms, total, ROWS, N)
-#define WITH_VECTORS(N)                                     \
-  switch (rows) {                                           \
-    case 1: WITH(1, N); break;                              \
-    case 2: WITH(2, N); break;                              \
-    case 3: WITH(3, N); break;                              \
-    default: rows == 4 ? WITH(4, N) : WITH(OUTER_ROWS, N); \
-  }
-  if (rows == 5) {
-    outer_product(a, a_term, b, columns, terms, total, 3, vectors);
-    outer_product(a + 3, a_term, b, columns, terms, total + 3 * columns, 2, vectors);
-    return;
-  }
-  switch (vectors) {
-    case 1: WITH_VECTORS(1) break;
-    case 2: WITH_VECTORS(2) break;
-#if OUTER_VECTORS == 4
-    case 3: WITH_VECTORS(3) break;
-#endif
-    default: WITH_VECTORS(OUTER_VECTORS)
-  }
-#undef WITH_VECTORS
-#undef WITH
-}
-
-/* total [rows, columns] += a [terms, rows].T @ b [terms, columns]; columns: a multiple of LANES */
-void add_outer_products(const float *a, const float *b, int64_t terms, int64_t rows, int64_t columns, float *total) {
-  for (int64_t i = 0; i < terms; i += TERMS) {
-#pragma omp parallel for collapse(2) if (rows * columns > 1 << 12)
-    for (int64_t c = 0; c < columns; c += OUTER_VECTORS * LANES)
-      for (int64_t r = 0; r < rows; r += OUTER_ROWS)
-        outer_product(a + i * rows + r, rows, b + i * columns + c, columns, least(TERMS, terms - i),
-                      total + r * columns + c, least(OUTER_ROWS, rows - r),
-                      least(OUTER_VECTORS, (columns - c) / LANES));
-  }
 }
 
 /* total [rows, columns] += x [columns, rows].T */

@@ -3,11 +3,12 @@
 In: matrices. Out: their product, or a linear layer with its gradients.
 
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone. Elsewhere `panel_products`
-and, without compiled kernels, oneDNN, which torch has for other dtypes, are up to twice as fast. Which one multiplies
-depends on the machine and on the sizes of the matrices and on nothing else, so that the same call gives the same
-numbers every time. Small products stay with MKL where a call of oneDNN would take longer to begin. Few rows without a
-gradient are multiplied by `few_row_products`, and gradients of weights by `outer_products`, where these take them.
-Invariant models choose by the machine alone (`ordered_product`), since a row must have the same numbers in every batch.
+and, without compiled kernels, oneDNN, which torch has for other dtypes, are up to twice as fast; with AVX2 panels are as
+fast as MKL for layers, and up to twice as fast for large vocabularies. Which one multiplies depends on the machine and
+on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
+products stay with MKL where a call of oneDNN would take longer to begin. Few rows without a gradient are multiplied by
+`few_row_products`, where it takes them. Invariant models choose by the machine alone (`ordered_product`), since a row
+must have the same numbers in every batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rldsl.backends.torch.kernels import few_row_products, outer_products, panel_products
+from rldsl.backends.torch.kernels import few_row_products, panel_products
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.held_gradients import held_gradient, parameter_of
 
@@ -37,8 +38,18 @@ def mkl_lacks_avx512() -> bool:
     """Whether this machine has AVX-512 that MKL does not use."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():
         return False
+    return _is_not_intels() and has_onednn()
+
+
+@cache
+def panels_are_fast() -> bool:
+    """Whether `panel_products` take no longer than MKL on this machine."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _is_not_intels()
+
+
+def _is_not_intels() -> bool:
     vendor = _processor_line("vendor_id")
-    return bool(vendor) and "Intel" not in vendor and has_onednn()
+    return bool(vendor) and "Intel" not in vendor
 
 
 def _processor_line(name: str) -> str:
@@ -71,7 +82,8 @@ def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     faster than all of it: the logits of vocabularies of 8192 and 32768 tokens in 0.5 to 0.9 of the time on an AMD EPYC
     with AVX2. Not for steps that are captured: their operators write complete tensors."""
     large = len(b) >= MIN_COLUMNS and len(a) * len(b) >= MIN_TILED
-    if not large or a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or mkl_lacks_avx512():
+    if (not large or a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or mkl_lacks_avx512()
+            or _has_panels(a, b)):
         return product(a, b)
     out = a.new_empty(len(a), len(b))
     rows, columns = TILE
@@ -98,17 +110,20 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     """total [n, m] + a [n, k] @ b [m, k].T, in place; without a total the product, whose transpose may be what is
     contiguous.
 
-    Panels are of a and the result is [m, n] in memory: a may be a table of logits, each of which is copied once then.
-    oneDNN cannot add to a total. MKL does so in place, which is faster for short sums, where most of the time goes to
-    reading and writing the total; for longer ones oneDNN's products are added, at most `ADDED` elements at a time."""
-    if (total is None or total.T.is_contiguous()) and _has_panels(b, a):
-        if total is None:
-            return panel_products.panel_product(b, a).T
-        panel_products.add_panel_product(total.T, b, a)
+    Panels add in both orders of memory. oneDNN cannot add to a total. MKL does so in place, which is faster for short
+    sums, where most of the time goes to reading and writing the total; for longer ones oneDNN's products are added, at
+    most `ADDED` elements at a time."""
+    if total is None and _has_panels(b, a):  # a may be a table of logits: panels copy each of its numbers once
+        return panel_products.panel_product(b, a).T
+    if total is not None and _has_panels(a, b) and (total.is_contiguous() or total.T.is_contiguous()):
+        if total.is_contiguous():
+            panel_products.add_panel_product(total, a, b)
+        else:
+            panel_products.add_panel_product(total.T, b, a)
         return total
     if not _takes(a, b) or total is not None and a.shape[1] <= MAX_ADDED_TERMS:
         return a @ b.T if total is None else total.addmm_(a, b.T)
-    if a.shape[0] <= 4 * b.shape[0]:
+    if a.shape[0] <= 4 * b.shape[0] or total is not None and total.is_contiguous():
         product = _onednn(a, b, None)
         return product if total is None else total.add_(product)
     # oneDNN is faster where the product has more columns than rows; a total that began so has the same order in memory
@@ -128,7 +143,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     out: torch.Tensor
     if not torch.is_grad_enabled() and few_row_products.takes(rows, weight, bias):
         out = few_row_products.few_row_product(rows, weight, bias)
-    elif _is_multiplied_here(rows, weight, bias) or _has_own_gradient(rows, weight):
+    elif _adds_gradients(rows, weight) or _is_multiplied_here(rows, weight, bias):
         out = _Linear.apply(rows, weight, bias)
     else:
         return F.linear(x, weight, bias)
@@ -166,30 +181,19 @@ class _Linear(Function):
         return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def _has_own_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `outer_products` computes that of the weight [m, k] from x [n, k]. The gradient of the result, which does
-    not exist yet, is taken to be as x is."""
-    return (torch.is_grad_enabled() and weight.requires_grad and type(weight) is nn.Parameter
-            and len(weight) <= outer_products.MAX_ROWS and outer_products.takes(x, x))
-
-
 def _weight_gradient(parameter: nn.Parameter | None, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
     """grad [n, m].T @ x [n, k]. None where it was added to what the parameter holds, which saves a tensor as
     large as the parameter and a pass over both."""
-    grad = grad.contiguous()
-    is_outer = outer_products.takes(grad, x)
-    if not is_outer and not _has_panels(grad.T, x.T):
+    grad, total = grad.contiguous(), held_gradient(parameter)
+    if total is None:
         return product(grad.T, x.T)
-    total = held_gradient(parameter)
-    if is_outer:
-        if total is None:
-            return outer_products.add(x.new_zeros(grad.shape[1], x.shape[1]), grad, x)
-        outer_products.add(total, grad, x)
-    else:
-        if total is None:
-            return panel_products.panel_product(grad.T, x.T)
-        panel_products.add_panel_product(total, grad.T, x.T)
+    add_product(total, grad.T, x.T)
     return None
+
+
+def _adds_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the gradient of a weight may be added to what it is already."""
+    return torch.is_grad_enabled() and weight.requires_grad and _are_plain(x, weight)
 
 
 def _is_multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -198,8 +202,8 @@ def _is_multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | N
 
 
 def _has_panels(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether `panel_products` computes a [n, k] @ b [m, k].T + bias [m], faster than MKL."""
-    return mkl_lacks_avx512() and panel_products.takes(a, b, bias)
+    """Whether `panel_products` computes a [n, k] @ b [m, k].T + bias [m]."""
+    return panels_are_fast() and panel_products.takes(a, b, bias)
 
 
 def _multiplied(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -213,8 +217,13 @@ def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether oneDNN computes a [n, k] @ b [m, k].T."""
     elements = a.shape[0] * b.shape[0]
     return (elements >= MIN_ELEMENTS and elements * a.shape[1] >= MIN_MULTIPLICATIONS and mkl_lacks_avx512()
-            and all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
-                    for x in (a, b))
+            and _are_plain(a, b))
+
+
+def _are_plain(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether they are tensors of float32 on a CPU that nothing else computes with."""
+    return (all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
+                for x in (a, b))
             and not torch.is_autocast_enabled("cpu"))
 
 
