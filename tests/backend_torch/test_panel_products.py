@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.generate.op_trace import trace
-from rldsl.backends.torch.kernels import kernel_library, panel_products, products
+from rldsl.backends.torch.kernels import c_compiler, kernel_library, panel_products, products
+from rldsl.backends.torch.kernels.few_row_products import few_row_product
 from rldsl.backends.torch.kernels.panel_products import add_panel_product, panel_product, takes
 
 pytestmark = [pytest.mark.skipif(not kernel_library.available(), reason="no C compiler"), pytest.mark.numeric]
@@ -64,6 +65,19 @@ def test_a_row_has_the_same_bits_in_every_batch(size: int, columns: int) -> None
         assert torch.equal(panel_product(x, weight[some], bias[some]), whole[:, some])
     assert torch.equal(panel_product(x, weight.T.contiguous().T, bias), whole)
     assert torch.equal(panel_product(x.T.contiguous().T, weight, bias), whole)
+
+
+def test_the_compiler_tunes_for_a_processor_that_fuses_in_some_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GCC does not fuse products and sums in loops with one sum for processors such as Zen 3: a row alone would have
+    other bits than among others."""
+    flags = ("--param=avoid-fma-max-bits=512", *c_compiler.FAST_FLAGS)
+    found = c_compiler.load(kernel_library.SOURCE, flags, kernel_library.ARGUMENTS)
+    monkeypatch.setattr(kernel_library, "library", lambda: found)
+    test_a_row_has_the_same_bits_in_every_batch(48, 100)
+    x, weight = torch.randn(4, 40), torch.randn(50, 40)
+    whole = few_row_product(x, weight)
+    for row in range(4):
+        assert torch.equal(few_row_product(x[row : row + 1], weight), whole[row : row + 1])
 
 
 def test_the_order_of_a_sum_is_that_of_its_products() -> None:

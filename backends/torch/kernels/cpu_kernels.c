@@ -265,9 +265,7 @@ static inline void fetch(const float *x) { __builtin_prefetch(x, 0, 2); }
           products[i] = own[0] * load(key);                                                                           \
           for (int j = 1; j < SIZE / LANES; j++) products[i] += own[j] * load(key + j * LANES);                       \
         }                                                                                                             \
-        for (int n = LANES / 2; n; n /= 2)                                                                            \
-          for (int i = 0; i < n; i++) products[i] = add_pairs(products[2 * i], products[2 * i + 1]);                  \
-        store(scores + g * stride + t, products[0]);                                                                  \
+        store(scores + g * stride + t, sums_of(products, LANES));                                                     \
       }                                                                                                               \
     }                                                                                                                 \
   }                                                                                                                   \

@@ -19,13 +19,13 @@
 #if LANES == 16
 #define ROW_VECTORS 4 /* of rows in a tile, at most */
 #define TILE_COLUMNS(N) 6 /* of a tile. More, and their lines and those of the next tile evict one another */
-#define DOT_COLUMNS 4
-#define LONG_DOT_COLUMNS 6
+#define DOT_COLUMNS(ROWS) 4
+#define LONG_DOT_COLUMNS(ROWS) 6
 #else
 #define ROW_VECTORS 3
 #define TILE_COLUMNS(N) ((N) == 1 ? 8 : (N) == 2 ? 6 : 4)
-#define DOT_COLUMNS 2
-#define LONG_DOT_COLUMNS 2
+#define DOT_COLUMNS(ROWS) ((ROWS) == 1 ? 6 : (ROWS) == 2 ? 4 : 2)
+#define LONG_DOT_COLUMNS DOT_COLUMNS
 #endif
 #define MOST_COLUMNS 8
 #define GROUP 48 /* columns whose tiles are transposed back together: a multiple of those of a tile */
@@ -69,15 +69,9 @@ static inline __attribute__((always_inline)) void dot_tile(const float *x, int64
     dot_step(x + i, x_row, weight + i, size, LANES, total, rows, columns);
   }
   if (i < size) dot_step(x + i, x_row, weight + i, size, size - i, total, rows, columns);
-  int count = rows * columns;
 #pragma GCC unroll 4
-  for (int lanes = LANES; lanes > 1; lanes /= 2) {
-#pragma GCC unroll 16
-    for (int j = 0; j < (count + 1) / 2; j++) total[j] = add_pairs(total[2 * j], total[least(2 * j + 1, count - 1)]);
-    count = (count + 1) / 2;
-  }
-#pragma GCC unroll 8
-  for (int j = 0; j < count; j++) store(sums + j * LANES, total[j]);
+  for (int j = 0; j < rows * columns; j += LANES)
+    store(sums + j, sums_of(total + j, least(LANES, rows * columns - j)));
 #pragma GCC unroll 4
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -106,7 +100,7 @@ static void dot_products(const float *x, int64_t x_row, const float *weight, con
   dot_tiles(x, x_row, weight, bias, size, columns, out, out_row, out_column, ROWS, COLUMNS, FETCHES)
 #define CASE(ROWS)                                                                             \
   case ROWS:                                                                                   \
-    if (size < LONG) WITH(ROWS, DOT_COLUMNS, 1); else WITH(ROWS, LONG_DOT_COLUMNS, 0);         \
+    if (size < LONG) WITH(ROWS, DOT_COLUMNS(ROWS), 1); else WITH(ROWS, LONG_DOT_COLUMNS(ROWS), 0);         \
     break;
   switch (rows) {
     CASE(1)

@@ -143,6 +143,26 @@ static inline float sum(vec v) {
   return v[0];
 }
 
+/* the sums of `count` vectors, at most LANES, one behind the other: what `add_pairs` gives in rounds */
+static inline __attribute__((always_inline)) vec sums_of(vec *v, int count) {
+#if LANES == 8
+  /* rounds in each half of the vectors, which then are added: half as many instructions */
+#pragma GCC unroll 4
+  for (int i = 0; i < (count + 1) / 2; i++) v[i] = _mm256_hadd_ps(v[2 * i], v[2 * i + 1 < count ? 2 * i + 1 : 2 * i]);
+  vec low = _mm256_hadd_ps(v[0], v[count > 2 ? 1 : 0]), high = low;
+  if (count > 4) high = _mm256_hadd_ps(v[2], v[count > 6 ? 3 : 2]);
+  return _mm256_permute2f128_ps(low, high, 0x20) + _mm256_permute2f128_ps(low, high, 0x31);
+#else
+#pragma GCC unroll 4
+  for (int lanes = LANES; lanes > 1; lanes /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < (count + 1) / 2; i++) v[i] = add_pairs(v[2 * i], v[2 * i + 1 < count ? 2 * i + 1 : 2 * i]);
+    count = (count + 1) / 2;
+  }
+  return v[0];
+#endif
+}
+
 static inline float largest(vec v) {
   for (int n = LANES; n > 1; n /= 2) {
     vec even = __builtin_shufflevector(v, v, EVEN), odd = __builtin_shufflevector(v, v, ODD);
