@@ -40,7 +40,8 @@ def head_of(copy: Copy) -> logits.Head:
     stored = copy.compute if copy.model.base else copy.stored
     if any(s.float32 for s in (*copy.model.params, *copy.model.base) if s.style in ("vocab", "head")):
         stored = FLOAT
-    return logits.Head(vocabulary(copy)[0], copy.model.sizes.hidden, stored, copy.compute)
+    return logits.Head(vocabulary(copy)[0], copy.model.sizes.hidden, stored, copy.compute, bool(copy.model.invariant),
+                       not copy.layout.zero)
 
 
 def ids_per_token(t: Tables, ids: str) -> int:

@@ -4,7 +4,7 @@ In: counts and sizes of elements. Out: the most that exists at once, besides hid
 `backends/torch/model/logprobs.py` and `backends/torch/generate/sampling.py`: logits in chunks, statistics in float32.
 Of a chunk one tensor of logits exists, which becomes its own gradient; two if the entropy is needed. Up to
 `KEPT_LOGITS` logits stay from the forward pass to the backward pass of training on a CPU, which then does not make
-them again."""
+them again. There log-probs alone have kernels that compute with blocks of logits (`kernels/cpu_heads.c`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ MIN_VOCABULARY_ROWS = 4
 VOCABULARY_TABLES = 24  # of a generalized Jensen-Shannon divergence, as autograd keeps them
 VOCABULARY_LOGITS = 1 << 18  # of each of these tables that exist at once on a CPU: as many as its caches hold
 CPU_LOGITS = 1 << 23  # logits that exist at once on a CPU, 32 MiB: with fewer the product with the head is slower
+BLOCK_COLUMNS, BLOCK_ROWS = 512, 1024  # whose logits exist at once in kernels of a CPU, where they are not kept
+PER_ROW = 40  # bytes of what these kernels know of a row
 KEPT_LOGITS = 1 << 26  # logits of a micro-batch that a CPU keeps for the backward pass, at most: 256 MiB
 
 
@@ -49,6 +51,8 @@ class Head:
     hidden: int  # width of a row
     stored: int  # bytes per element of the weight
     compute: int  # bytes per element of the hidden states that it is multiplied with
+    invariant: bool = False  # sums over the vocabulary have one order
+    holds_gradient: bool = False  # its gradient is added where it is kept, if that can be done
 
     @property
     def cast(self) -> int:
@@ -61,6 +65,11 @@ class Head:
         return 4 if self.compute == 4 else self.compute + 4
 
 
+def _in_blocks(head: Head, entropy: bool, device: str) -> bool:
+    """Whether kernels compute with blocks of logits."""
+    return device == "cpu" and head.compute == head.stored == 4 and not entropy and not head.invariant
+
+
 def _chunk(head: Head, tokens: int, trains: bool, entropy: bool, device: str) -> int:
     """Logits that exist at once."""
     kept = trains and not entropy and are_kept(head.rows, tokens, head.compute, device)
@@ -69,6 +78,9 @@ def _chunk(head: Head, tokens: int, trains: bool, entropy: bool, device: str) ->
 
 def forward(head: Head, tokens: int, entropy: bool, device: str, trains: bool = False) -> int:
     """Bytes of the logits, which become their exp; of both for the entropy. trains: a backward pass follows."""
+    if _in_blocks(head, entropy, device):
+        kept = 4 * tokens * head.rows if trains and are_kept(head.rows, tokens, head.compute, device) else 0
+        return kept + PER_ROW * tokens + 4 * BLOCK_COLUMNS * head.hidden
     chunk = _chunk(head, tokens, trains, entropy, device)
     return head.cast + max(head.making, 8 if entropy else 4) * chunk
 
@@ -77,6 +89,11 @@ def backward(head: Head, tokens: int, trained: bool, entropy: bool, device: str)
     """Bytes of the logits of a chunk, which become probabilities and gradients, and the gradient of the weight where it
     is trained: in half precision each chunk's part of it, too."""
     chunk, weight = _chunk(head, tokens, True, entropy, device), head.rows * head.hidden
+    if _in_blocks(head, entropy, device):
+        kept = 4 * tokens * head.rows if are_kept(head.rows, tokens, head.compute, device) else 0
+        rows = min(tokens, BLOCK_ROWS)
+        block = BLOCK_COLUMNS * (2 * head.hidden + rows) + rows * head.hidden
+        return kept + PER_ROW * tokens + 4 * (block + (weight if trained and not head.holds_gradient else 0))
     half = head.compute == 2
     gradient = 4 * weight if trained else 0
     sloping = max(head.making, 8 if entropy else 4, 4 + 2 * half) * chunk

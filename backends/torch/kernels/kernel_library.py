@@ -44,13 +44,16 @@ ARGUMENTS = {
     "add": (POINTER, POINTER, INT, POINTER),
     "adamw": (*(POINTER,) * 4, INT, POINTER),
     "panel_products": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, INT, ctypes.c_int, POINTER),
+    "head_statistics": (POINTER, POINTER, POINTER, INT, INT, INT, FLOAT, *(POINTER,) * 5),
+    "head_gradients": (*(POINTER,) * 6, INT, INT, INT, FLOAT, POINTER, POINTER, POINTER),
+    "head_memory": (INT, INT, ctypes.c_int),
     "append_sampled": (POINTER, POINTER, INT, INT, *(POINTER,) * 7, INT, INT, POINTER, POINTER),
     "run_calls": (POINTER, INT),
     "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),
 }
 CANNOT_FAIL = ("rms_norm", "rotary", "gated_product", "gated_product_backward", "add", "add_transposed", "adamw",
-               "append_sampled", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")
+               "append_sampled", "head_statistics", "head_gradients", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")
 
 
 @cache

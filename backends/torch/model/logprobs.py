@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, head_logprobs
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.held_gradients import add_gradient, held_gradient, parameter_of
 from rldsl.backends.torch.kernels.products import add_product, product, wide_product
 from rldsl.backends.torch.model.collectives import tree_all_reduce
+from rldsl.backends.torch.model.head_logprobs import HeadLogprobs
 from rldsl.backends.torch.model.invariant_products import multiply, weight_gradient
 from rldsl.backends.torch.model.row_groups import RowGroups, sum_over_groups
 from rldsl.backends.torch.model.tree_sums import block_sums, tree_sum
@@ -53,9 +54,12 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
     logprobs: torch.Tensor
     entropy: torch.Tensor
     squares: torch.Tensor
+    plain = cuts is None and not (want_entropy or want_squares or cap or groups)
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    keep = differentiated and not (want_entropy or want_squares or cap or groups) and cuts is None and \
-        hidden.dtype == torch.float32 and are_kept(len(weight), len(hidden), hidden.itemsize, hidden.device.type)
+    keep = differentiated and plain and hidden.dtype == torch.float32 and \
+        are_kept(len(weight), len(hidden), hidden.itemsize, hidden.device.type)
+    if plain and targets.dim() == 1 and head_logprobs.takes(hidden, weight):
+        return TokenStatistics(HeadLogprobs.apply(hidden, weight, targets, temperature, tp, vocab_start, keep))
     logprobs, entropy, squares = _TokenLogprobs.apply(
         hidden, weight, targets if targets.dim() == 2 else targets[:, None], temperature, tp, vocab_start, want_entropy,
         want_squares, chunk, cuts, cap, groups, keep)
