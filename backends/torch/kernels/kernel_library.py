@@ -53,7 +53,8 @@ ARGUMENTS = {
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),
 }
 CANNOT_FAIL = ("rms_norm", "rotary", "gated_product", "gated_product_backward", "add", "add_transposed", "adamw",
-               "append_sampled", "head_statistics", "head_gradients", "exp_sums", "softmax_sums", "scaled_probabilities", "sample")
+               "append_sampled", "head_statistics", "head_gradients", "exp_sums", "softmax_sums",
+               "scaled_probabilities", "sample")
 
 
 @cache

@@ -3,9 +3,9 @@
 In: matrices. Out: their product, or a linear layer with its gradients.
 
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone. Elsewhere `panel_products`
-and, without compiled kernels, oneDNN, which torch has for other dtypes, are up to twice as fast; with AVX2 panels are as
-fast as MKL for layers, and up to twice as fast for large vocabularies. Which one multiplies depends on the machine and
-on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
+and, without compiled kernels, oneDNN, which torch has for other dtypes, are up to twice as fast; with AVX2 panels are
+as fast as MKL for layers, and up to twice as fast for large vocabularies. Which one multiplies depends on the machine
+and on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
 products stay with MKL where a call of oneDNN would take longer to begin. Few rows without a gradient are multiplied by
 `few_row_products`, where it takes them. Invariant models choose by the machine alone (`ordered_product`), since a row
 must have the same numbers in every batch.
