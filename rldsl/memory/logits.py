@@ -66,7 +66,8 @@ class Head:
 
 
 def _in_blocks(head: Head, entropy: bool, device: str) -> bool:
-    """Whether kernels compute with blocks of logits."""
+    """Whether kernels compute with blocks of logits. Without a C compiler, or with a cap of logits, they do not: then
+    there are tables, of up to `CPU_LOGITS` logits, that are not counted."""
     return device == "cpu" and head.compute == head.stored == 4 and not entropy and not head.invariant
 
 

@@ -38,16 +38,17 @@ def mkl_lacks_avx512() -> bool:
     """Whether this machine has AVX-512 that MKL does not use."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():
         return False
-    return _is_not_intels() and has_onednn()
+    return _is_not_from_intel() and has_onednn()
 
 
 @cache
 def panels_are_fast() -> bool:
     """Whether `panel_products` take no longer than MKL on this machine."""
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _is_not_intels()
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _is_not_from_intel()
 
 
-def _is_not_intels() -> bool:
+def _is_not_from_intel() -> bool:
+    """Whether the processor says that another company than Intel made it."""
     vendor = _processor_line("vendor_id")
     return bool(vendor) and "Intel" not in vendor
 
