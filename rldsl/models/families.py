@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.models import arithmetic, experts, hub, known
+from rldsl.models import arithmetic, experts, hub, known, rotary
 from rldsl.models import directory as files
 from rldsl.models.cache import cached_record, entry_key
 from rldsl.models.execution import Execution
@@ -201,7 +202,20 @@ def _config(directory: Path, path: str, span: Span | None) -> Any:
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises anything at all on a malformed config
         raise fail("RL0303", f'the config of "{path}" cannot be used', span, first_line(error),
-                   help="config.json must have a model_type that the installed transformers supports") from None
+                   help=_advice(directory, str(error))) from None
+
+
+def _advice(directory: Path, reason: str) -> str:
+    """What to do about a config that transformers cannot read, because of its model_type or of something else."""
+    from transformers import CONFIG_MAPPING
+
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        config = json.loads((directory / "config.json").read_bytes())
+        if "rotary" in reason and rotary.has_odd_head(config):
+            return rotary.HELP
+        if config.get("model_type") in CONFIG_MAPPING:
+            return "correct config.json where transformers says that it is wrong, or choose another model"
+    return "config.json must have a model_type that the installed transformers supports"
 
 
 def _check_head(config: Any, path: str, kind: str, span: Span | None) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rldsl.models.execution import Execution
+from rldsl.models.rotary import has_odd_head
 from rldsl.models.skeleton import LinearModule, Skeleton
 
 # sha256 of the sources that decide what modules a family has, of each release that was compared: 5.23.0
@@ -126,7 +127,8 @@ def _ordinary(config: Any) -> bool:
             and (kinds is None or len(kinds) == config.num_hidden_layers and set(kinds) <= LAYER_TYPES)
             and all(type(getattr(config, name, False)) is bool
                     for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"))
-            and _ordinary_rope(config.rope_parameters))
+            and _ordinary_rope(config.rope_parameters)
+            and not has_odd_head(values))
 
 
 def _size(value: Any) -> bool:

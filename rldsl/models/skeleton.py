@@ -1,7 +1,7 @@
 """The modules of a model without its weights: names and shapes, as far as a description needs them.
 
 In: a config of transformers. Out: a `Skeleton`, from the model's own code on the meta device. No remote code runs.
-Errors: RL0303 the config is not that of a causal language model.
+Errors: RL0303 the config is not that of a causal language model, or no head fits its rotary embeddings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.models import experts
+from rldsl.models import experts, rotary
 from rldsl.models.execution import Execution, body_name, called_after_layers, execution, keep_weights, shared_name
 from rldsl.models.expert_blocks import expert_blocks
 from rldsl.models.expert_blocks import uncounted as uncounted_experts
@@ -101,6 +101,8 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
     except Exception as error:
         raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, first_line(error),
                    help="every model must be based on a causal language model") from None
+    if why := rotary.rotates_odd_width(model, config):
+        raise fail("RL0303", f'the config of "{path}" cannot be used', span, why, help=rotary.HELP)
     linears, aside = [], read_by_others(model)
     for name, module in model.named_modules():
         kind: Any = type(module)
@@ -181,6 +183,8 @@ def _embedding(model: Any, prefix: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of a message of transformers; cut between words where it is long."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Of a message of transformers; cut between words where it is long. A line that only announces the next one is
+    skipped."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     return line if len(line) <= MAX_SHOWN else line[:MAX_SHOWN].rsplit(" ", 1)[0] + " ..."

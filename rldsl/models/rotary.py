@@ -1,0 +1,71 @@
+"""Configs whose rotary position embeddings fit no attention head: an odd number of dimensions would be rotated.
+
+In: a model on the meta device and its config. Out: what to say of it, or "". transformers refuses some of these configs
+when it reads them, builds the others, and fails in their first forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+WIDTHS = ("head_dim", "qk_rope_head_dim", "rotary_dim")
+FACTOR, NAMES_OF_FACTOR = "partial_rotary_factor", ("partial_rotary_factor", "rotary_pct")
+WORDS = ("rotary", "rope")  # in the names of the functions that rotate
+HELP = ("`head_dim`, or else hidden_size / num_attention_heads, must be even, and so must what is rotated of it: train "
+        "the model with other sizes, or choose another one")
+
+
+def rotates_odd_width(model: Any, config: Any) -> str:
+    """Why the model cannot run; "" if it can, or fails for another reason. Only where a width is odd is it tried: a
+    partly rotated head of odd width may well run."""
+    odd = next((width for width in _rotated(config.get_text_config().to_dict()) if width % 2), 0)
+    if not odd or not _rotation_fails(model):
+        return ""
+    return f"rotary position embeddings rotate numbers in pairs; in each attention head they would rotate {odd}"
+
+
+def has_odd_head(config: Mapping[str, Any]) -> bool:
+    """Whether any number of dimensions that may be rotated is odd."""
+    return any(width % 2 for width in _rotated(config))
+
+
+def _rotated(config: Mapping[str, Any]) -> Iterator[int]:
+    """How many dimensions of a head may be rotated; which of these numbers counts is up to the family. config: as a
+    dict."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    shares = {1.0, *(share for part in _parts(config) for name in NAMES_OF_FACTOR
+                     if isinstance(share := part.get(name), int | float))}
+    widths = [config.get(name) for name in WIDTHS]
+    if type(hidden) is int and type(heads) is int and heads > 0:
+        widths.append(hidden // heads)
+    for share in sorted(shares):  # what is rotated of a head, before its whole width
+        yield from (int(width * share) for width in widths if type(width) is int)
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The config, and what it says of positions, by kind of layer where these differ."""
+    rope = config.get("rope_parameters")
+    nested = rope.values() if isinstance(rope, Mapping) else ()
+    yield from (part for part in (config, rope, *nested) if isinstance(part, Mapping))
+
+
+def _rotation_fails(model: Any) -> bool:
+    """Whether a forward pass, of three tokens and without storage, ends in a function that rotates."""
+    import torch
+
+    tokens = torch.zeros(1, 3, dtype=torch.long, device="meta")
+    mask = torch.zeros(1, 1, 3, 3, device="meta")  # of this form it is used as it is: no number of it is read
+    try:
+        with torch.no_grad():
+            model(tokens, attention_mask=mask, position_ids=tokens, use_cache=False)
+    except Exception as error:  # whatever else a family cannot do without storage
+        return any(word in name.lower() for name in _functions(error.__traceback__) for word in WORDS)
+    return False
+
+
+def _functions(trace: TracebackType | None) -> Iterator[str]:
+    while trace is not None:
+        yield trace.tb_frame.f_code.co_name
+        trace = trace.tb_next
