@@ -31,6 +31,7 @@ from rldsl.runtime.metrics.run_record import (
     claim_output,
     is_own_checkpoint,
     read_record,
+    refuse_without_checkpoint,
 )
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit status, as a shell reports it
@@ -56,7 +57,7 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
     overwrite: remove the run that is there. options: further ones of `rldsl.run`. say: prints a message for the user.
     quiet: what the ranks print goes to standard error, all of it. They say RL0703 themselves where a machine lacks
     GPUs. Errors: those of a plan that cannot run, before any rank starts; RL0096 another number of processes than the
-    plan needs; RL0763, RL0781 there is a run already."""
+    plan needs; RL0760 there is no checkpoint to resume from; RL0763, RL0781 there is a run already."""
     chosen = ""
     if not out:
         out, chosen = _default_output(file, resume, overwrite)
@@ -64,6 +65,7 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
     if overwrite and origin and is_own_checkpoint(Path(out), origin):
         raise Usage(CONTRADICTION)
     claim_output(Path(out), origin, overwrite=overwrite)
+    refuse_without_checkpoint(origin)
     with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
         plan, path = plan_or_program(file, sets, place, overrides), file
         if not file.endswith(ENDING):

@@ -3,8 +3,8 @@
 In: a program, values, Python functions, callbacks. Out: a `Run`. The ranks are separate processes, as with
 `rlc run`; callbacks get a copy of each line of metrics in this process, so they can stop a run and cannot change its
 numbers.
-Errors: those of compiling; RL0099 an argument of another kind; RL0763, RL0781 the directory holds a run; `RunError` for
-a run that fails; `RunInterrupted`, a KeyboardInterrupt, after Ctrl-C.
+Errors: those of compiling; RL0099 an argument of another kind; RL0760 there is no checkpoint to resume from; RL0763,
+RL0781 the directory holds a run; `RunError` for a run that fails; `RunInterrupted`, a KeyboardInterrupt, after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from rldsl.runtime.metrics.run_record import (
     claim_output,
     is_own_checkpoint,
     read_record,
+    refuse_without_checkpoint,
 )
 
 LAST = 20  # lines of a run that failed without a message
@@ -97,6 +98,7 @@ def start(plan: Plan, *, out: str | os.PathLike[str] | None = None, resume: bool
         raise fail("RL0099", "resume continues the run in this directory, and overwrite=True deletes it",
                    place=str(folder), help="pass one of them")
     claim_output(folder, origin, overwrite=overwrite, options=PYTHON)
+    refuse_without_checkpoint(origin, PYTHON)
     follower = _Follower(folder, callbacks, quiet, 0 if origin is None else _last_step(folder), plan.redirection)
     more = ["--plain", "--command", PYTHON_CALL, *([f"--resume={origin}"] if origin else []),
             *(["--overwrite"] if overwrite else []), *([f"--log-samples={log_samples}"] if log_samples else []),

@@ -243,6 +243,15 @@ def test_another_number_of_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         rldsl.train("small.rlf", resume=True)
 
 
+@pytest.mark.parametrize("given", [dict(out="new", resume=True), dict(resume="new")])
+def test_nothing_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object]) -> None:
+    """It is said before a rank starts."""
+    monkeypatch.chdir(folder)
+    with pytest.raises(rldsl.DiagnosticError, match="RL0760.*no such directory(.|\n)*without `resume=True`"):
+        rldsl.train("small.rlf", **given)
+    assert not Path("new").exists()
+
+
 def test_a_directory_without_a_run(tmp_path: Path) -> None:
     run = rldsl.Run(tmp_path)
     for look in (lambda: run.state, lambda: run.plan, lambda: run.saved("actor")):

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.manifest import DIGEST, MANIFEST, manifest_text
+from rldsl.runtime.checkpoint_files import MANIFEST
+from rldsl.runtime.persist.manifest import DIGEST, manifest_text
 from tests.carried.programs import MORE, grpo
 from tests.checkpoint.runs import copy_first_steps, held, lines, run, steps
 from tests.end_to_end.programs import compile_program

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rldsl.diag import Failure
-from rldsl.runtime.persist.manifest import DIGEST, EARLIER, FORMAT, MANIFEST, manifest_text, read_manifest
+from rldsl.runtime.checkpoint_files import MANIFEST
+from rldsl.runtime.persist.manifest import DIGEST, EARLIER, FORMAT, manifest_text, read_manifest
 from tests.checkpoint.test_views import HEADER, checkpoint
 from tests.world import run_world
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rldsl.runtime.persist.checkpoint_writer import checkpoint_directory, checkpoints
+from rldsl.runtime.checkpoint_files import checkpoints
+from rldsl.runtime.persist.checkpoint_writer import checkpoint_directory
 from rldsl.runtime.persist.manifest import DIGEST, manifest_text, read_manifest
 from tests.checkpoint.runs import held, lines, run, steps
 from tests.end_to_end.programs import compile_program

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from rldsl.diag import Failure
-from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, manifest_text
+from rldsl.runtime.checkpoint_files import MANIFEST
+from rldsl.runtime.persist.manifest import FORMAT, manifest_text
 from tests.world import run_world
 
 HEADER: dict[str, Any] = {"sources": {}, "functions": {}, "params": {}, "seed": 1}

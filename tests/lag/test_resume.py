@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from rldsl.diag import Failure
 from rldsl.plan.events import Draw, Loop
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint, _none_there
-from rldsl.runtime.persist.manifest import DIGEST, MANIFEST, manifest_text
+from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
+from rldsl.runtime.checkpoint_files import MANIFEST, none_there
+from rldsl.runtime.persist.manifest import DIGEST, manifest_text
 from rldsl.runtime.state import in_flight
 from tests.checkpoint.runs import copy_first_steps, held, lines, run, steps
 from tests.end_to_end.programs import compile_program
@@ -194,10 +195,10 @@ def test_older_checkpoints_of_a_run(whole: Path) -> None:
 
 
 def test_a_directory_that_does_not_exist(whole: Path) -> None:
-    found, = _none_there(whole / "checkpoints/step-000009").diagnostics
+    found, = none_there(whole / "checkpoints/step-000009").diagnostics
     assert found.code == "RL0760" and "no such directory" in found.title
     assert "step-000001, step-000002" in found.notes[0] and "step-000009" in found.place
-    there, = _none_there(whole / "samples").diagnostics
+    there, = none_there(whole / "samples").diagnostics
     assert not there.notes
 
 

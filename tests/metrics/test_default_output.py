@@ -59,13 +59,13 @@ def test_what_takes_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_newest_is_resumed(place: Path, launched: Launched) -> None:
-    made(Path("runs/p"), started="2026-01-01T00:00:00+00:00", resumed=["2026-01-04T00:00:00+00:00"])
+    checkpoint(made(Path("runs/p"), started="2026-01-01T00:00:00+00:00", resumed=["2026-01-04T00:00:00+00:00"]), 2)
     made(Path("runs/p-2"), started="2026-01-03T00:00:00+00:00")
     made(Path("runs/p-x"), started="2026-01-09T00:00:00+00:00")
     made(Path("runs/p-7"), program="other/p-7.rlf", started="2026-01-09T00:00:00+00:00")
     _, text = rlc("run", "p.plan", "--resume")
     assert launched.pop() == ("runs/p", ["--resume=runs/p"]) and "newest run of p.plan: runs/p\n" in text
-    made(Path("runs/p-10"), started="2026-01-04T00:00:00+00:00")
+    checkpoint(made(Path("runs/p-10"), started="2026-01-04T00:00:00+00:00"), 2)
     rlc("run", "p.plan", "--resume")
     assert launched.pop() == ("runs/p-10", ["--resume=runs/p-10"])
     _, text = rlc("run", "p.plan", "--overwrite")
@@ -90,8 +90,28 @@ def test_out_is_taken_as_it_is(place: Path, launched: Launched) -> None:
 
 
 def test_nothing_to_resume(place: Path, launched: Launched) -> None:
-    rlc("run", "p.plan", "--resume")
-    assert launched.pop() == ("runs/p", ["--resume=runs/p"])  # where rank 0 says that there is no checkpoint (RL0760)
+    """It is said before a rank starts, and nothing is made."""
+    text = refused("RL0760", "run", "p.plan", "--resume")
+    assert "there is no such directory" in text and "--> runs/p\n" in text and not Path("runs").exists()
+    made(Path("runs/p"), "failed")
+    (Path("runs/p") / "checkpoints/.step-000002.partial").mkdir(parents=True)  # unfinished
+    (Path("runs/p") / "checkpoints/step-000001").mkdir()  # without its manifest, which is written last
+    for resume in ((), ("runs/p",)):
+        text = refused("RL0760", "run", "p.plan", "--resume", *resume)
+        assert "no checkpoint to resume from" in text and "without `--resume`" in text
+    assert launched == []
+
+
+def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(place: Path, launched: Launched) -> None:
+    checkpoint(made(Path("runs/other")), 2)
+    text = refused("RL0760", "run", "p.plan", "--resume", "runs/other/checkpoints/step-000009", "--out", "mine")
+    assert "checkpoints of this run: step-000002" in text and launched == [] and not Path("mine").exists()
+
+
+def test_what_keeps_a_run_from_its_directory_is_said_first(place: Path, launched: Launched) -> None:
+    made(Path("runs/p"))
+    refused("RL0781", "run", "p.plan", "--out", "runs/p", "--resume", "runs/nothing")
+    assert launched == []
 
 
 def test_a_contradiction_is_still_one(place: Path, launched: Launched) -> None:

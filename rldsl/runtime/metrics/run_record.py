@@ -4,8 +4,8 @@ In: a plan and how it was started. Out: files that another person can tell the r
 commands, what a directory holds. Imports nothing heavy, since the command line reads it too.
 Invariant: a running or finished run, the metrics of one that was stopped, and the checkpoints of a run are never
 overwritten unless the user asks for it.
-Errors: RL0708 a link in the directory leads out of it, RL0763 the directory holds checkpoints, RL0780 another process
-owns it, RL0781 it holds a run.
+Errors: RL0708 a link in the directory leads out of it, RL0760 there is no checkpoint to resume from, RL0763 the
+directory holds checkpoints, RL0780 another process owns it, RL0781 it holds a run.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rldsl.diag import fail
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.metrics_file import METRICS
 from rldsl.plan.model import Plan
+from rldsl.runtime.checkpoint_files import candidates, checkpoints, none_there, step_of
 from rldsl.runtime.files import refuse_links_out, replace_text, written
 from rldsl.runtime.metrics.run_lock import born, is_alive, refuse_owned
 from rldsl.runtime.plan_file import PlanFile
@@ -129,14 +130,20 @@ def refuse_checkpoints(out: Path, options: RunOptions = COMMAND_LINE) -> None:
                         f"directory, or {options.overwrite} to delete them")
 
 
+def refuse_without_checkpoint(resume: Path | None, options: RunOptions = COMMAND_LINE) -> None:
+    """Check that a run finds a checkpoint before its ranks start; they look again, since torchrun starts them without
+    this, and read it. resume: None: the run begins anew."""
+    if resume is not None and not candidates(resume)[1]:
+        raise none_there(resume, options.resume)
+
+
 def _run_description(record: dict[str, Any]) -> str:
     return shown(f"{record.get('program', 'unknown')}, started {record.get('started', 'at an unknown time')}")
 
 
 def last_checkpoint(out: Path) -> int | None:
     """The step of the newest checkpoint; None if there is none."""
-    names = (file.parent.name[5:] for file in (out / "checkpoints").glob("step-*/checkpoint.json"))
-    return max((int(name) for name in names if name.isdecimal()), default=None)
+    return max(map(step_of, checkpoints(out)), default=None)
 
 
 def interruption_text(out: Path, step: int, steps: int, command: Sequence[str], what: str = INTERRUPTED) -> str:

@@ -29,11 +29,12 @@ from rldsl.plan.model import Layout, Mesh, Model, ReplayBuffer
 from rldsl.plan.notation import ranks_text
 from rldsl.plan.optimizers import COMPLETE_STATE, is_quantized
 from rldsl.runtime.backend import Shard
+from rldsl.runtime.checkpoint_files import MANIFEST, candidates, checkpoints, none_there, step_of
 from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, ranks_that_differ
 from rldsl.runtime.data.read_positions import SourceReading
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.checkpoint_writer import checkpoints, complete_box, row_state_key, step_of
-from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
+from rldsl.runtime.persist.checkpoint_writer import complete_box, row_state_key
+from rldsl.runtime.persist.manifest import Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
 from rldsl.runtime.state import carried, in_flight
 from rldsl.runtime.state.replay import COUNT, LENGTHS, PREFIX, TEMPERATURE, OtherRows, ReplayRows, join_parts
@@ -228,9 +229,9 @@ def load_checkpoint(resume: Path, header: Mapping[str, Any], device: torch.devic
     its program (`facts`). All ranks call it together. Rank 0 alone lists the directory: what machines see of a shared
     one may differ for a while, and ranks that tried other checkpoints, or more of them, would not resume from the same
     one."""
-    is_checkpoint, names = json.loads(broadcast_text(json.dumps(_candidates(resume)), device))
+    is_checkpoint, names = json.loads(broadcast_text(json.dumps(candidates(resume)), device))
     if not names:
-        raise _none_there(resume)
+        raise none_there(resume)
     notes: list[str] = []
     for path, before in zip(map(Path, names), [*names[1:], ""], strict=True):
         data = _bytes(path / MANIFEST)
@@ -262,22 +263,6 @@ def load_checkpoint(resume: Path, header: Mapping[str, Any], device: torch.devic
 def _steps_ahead(names: Iterable[str]) -> set[int]:
     """The later steps of which some tensors are. names: of the tensors in a checkpoint."""
     return {int(name.split("|")[1]) for name in names if name.startswith(f"{in_flight.PREFIX}|")}
-
-
-def _none_there(resume: Path) -> Failure:
-    """RL0760; with the checkpoints of the run, where `resume` should be one of them."""
-    near = checkpoints(resume.parent.parent) if resume.parent.name == "checkpoints" else ()
-    title = "no checkpoint to resume from" if resume.exists() else "there is no such directory to resume from"
-    return fail("RL0760", title, place=str(resume),
-                notes=(f"checkpoints of this run: {', '.join(p.name for p in near)}",) if near else (),
-                help="`checkpoint every K` in the flow writes checkpoints; without `--resume` the run starts from the "
-                     "beginning")
-
-
-def _candidates(resume: Path) -> tuple[bool, list[str]]:
-    """Whether `resume` is one checkpoint; the checkpoints to try, the newest first."""
-    is_checkpoint = (resume / MANIFEST).is_file()
-    return is_checkpoint, [str(resume)] if is_checkpoint else [str(path) for path in reversed(checkpoints(resume))]
 
 
 def _bytes(file: Path) -> bytes:

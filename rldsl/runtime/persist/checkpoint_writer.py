@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -37,10 +37,11 @@ from rldsl.plan.events import Checkpoint, split_buffer
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.optimizers import COMPLETE_STATE
 from rldsl.plan.projection import event_paths
+from rldsl.runtime.checkpoint_files import MANIFEST, checkpoints
 from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
 from rldsl.runtime.host_memory import HostMemory
-from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, OPTIONAL, manifest_text
+from rldsl.runtime.persist.manifest import FORMAT, OPTIONAL, manifest_text
 from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.state import carried, in_flight
 from rldsl.runtime.state.context import RunContext
@@ -277,17 +278,7 @@ class CheckpointWriter:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def checkpoints(out: Path) -> Sequence[Path]:
-    """The checkpoints of a run, oldest first."""
-    directories = (p for p in (out / "checkpoints").glob("step-*") if p.name[5:].isdecimal())
-    return sorted((p for p in directories if (p / MANIFEST).is_file()), key=step_of)
-
-
 def drop_unfinished(out: Path) -> None:
     """Remove unfinished checkpoints of starts that ended while they wrote. No run may be writing there now."""
     for partial in (out / "checkpoints").glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name[5:])

@@ -17,7 +17,6 @@ from typing import Any
 from rldsl.runtime.data.read_positions import SourceReading
 
 FORMAT = 2
-MANIFEST = "checkpoint.json"
 DIGEST = "sha256"
 EARLIER = "written by an earlier version, without a digest of its contents"
 MAX_COUNT = 1 << 62
