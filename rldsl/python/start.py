@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
-from rldsl.progress import Interrupted, stage
+from rldsl.progress import Interrupted, ctrl_c_held, interrupting_signal, stage
 from rldsl.runtime.message_file import VARIABLE
 from rldsl.runtime.metrics.run_record import STOPPED, read_record
 
@@ -45,7 +45,7 @@ def interpreter() -> list[str]:
 
 def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool = False,
            messages: Path | None = None, follower: Follower | None = None) -> int:
-    """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop.
+    """Start the ranks and wait for them; Ctrl-C and SIGTERM are passed on to them, and they get time to stop.
 
     plan: its file. world: number of ranks. out: the directory of the run. options: of `rldsl.run`. quiet: what the
     ranks print goes to standard error. messages: the file where they leave their diagnostics
@@ -59,26 +59,37 @@ def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool 
     stage("")  # the ranks report
     earlier = read_record(Path(out))
     output, errors = (2 if quiet else None, None) if follower is None else (subprocess.PIPE, subprocess.STDOUT)
-    process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors, text=True, errors="replace")
-    with _passing_on_sigterm(process):
-        try:
-            code = process.wait() if follower is None else _followed(process, follower)
-        except KeyboardInterrupt:
-            _end_interrupted(process)
-            if follower is not None:
-                raise
-            held = read_record(Path(out))
-            if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has printed where it stopped
-                raise Interrupted from None
-            raise Interrupted(f"interrupted {EARLY}") from None
-        except BaseException:  # a callback that calls `exit`: this process may live on, the ranks must not
-            process.send_signal(signal.SIGTERM)
-            _end_interrupted(process)
-            raise
+    # In a session of its own, so that a terminal sends Ctrl-C to this process alone, as `kill -INT` does: the launcher
+    # gets it once either way, and a second one is the user's. Only the main thread gets Ctrl-C and can pass it on
+    with ctrl_c_held() as release:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors, text=True, errors="replace",
+                                   start_new_session=threading.current_thread() is threading.main_thread())
+        code = _waited(process, release, follower, Path(out), earlier)
     status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that
     if status == 128 + signal.SIGTERM and follower is None and read_record(Path(out)) == earlier:
         print(f"terminated {EARLY}", file=sys.stderr, flush=True)
     return status
+
+
+def _waited(process: subprocess.Popen[str], release: Callable[[], None], follower: Follower | None, out: Path,
+            earlier: Mapping[str, Any] | None) -> int:
+    """The exit code of the launcher, which has ended when this returns or raises. release: of `ctrl_c_held`. out: the
+    directory of the run. earlier: the record that was there before."""
+    with _passing_on_sigterm(process):
+        try:
+            release()
+            return process.wait() if follower is None else _followed(process, follower)
+        except KeyboardInterrupt:
+            _end(process, signal.SIGINT)
+            if follower is not None:
+                raise
+            held = read_record(out)
+            if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has printed where it stopped
+                raise Interrupted from None
+            raise Interrupted(f"interrupted {EARLY}") from None
+        except BaseException:  # a callback that calls `exit`: this process may live on, the ranks must not
+            _end(process, signal.SIGTERM)
+            raise
 
 
 @contextmanager
@@ -116,12 +127,12 @@ def _read(stream: IO[str], follower: Follower) -> None:
         follower.line(text.rstrip("\n"))
 
 
-def _end_interrupted(process: subprocess.Popen[str]) -> None:
-    """A terminal sends Ctrl-C to every process; a signal to this one alone is passed on."""
-    for number in (None, signal.SIGINT, signal.SIGKILL):
-        if number is not None:
-            process.send_signal(number)
+def _end(process: subprocess.Popen[str], number: int) -> None:
+    """End the launcher by a signal, which it passes on to the ranks, and wait. A second Ctrl-C, or `PATIENCE` seconds,
+    make it kill them."""
+    for request in (number, signal.SIGINT, signal.SIGKILL):
         try:
+            process.send_signal(interrupting_signal(process.pid) if request == signal.SIGINT else request)
             process.wait(timeout=PATIENCE)
             return
         except (subprocess.TimeoutExpired, KeyboardInterrupt):

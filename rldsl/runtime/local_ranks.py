@@ -6,8 +6,8 @@ that torchrun would set, each in its own session; rank 0 holds the store where t
 Invariant: no rank outlives `run`: once one has failed, or after Ctrl-C, the others get a signal and `PATIENCE` seconds.
 Where rank 0 was killed, and the store with it, they first get `NOTICE` seconds to see that themselves: after SIGTERM
 they could not tell it from a rank that was asked to stop.
-SIGTERM goes to the ranks, which end after the step where the run writes checkpoints; before there are ranks, it ends
-this process (143).
+SIGTERM goes to the ranks, which end after the step where the run writes checkpoints; a signal that comes while they are
+started waits until all are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from rldsl.progress import ctrl_c_held, interrupting_signal
 
 PATIENCE = 30.0  # seconds that ranks have to end after a signal, as with torchrun
 NOTICE = 15.0    # seconds that ranks have to notice that rank 0 was killed; they need some 4
@@ -43,21 +45,22 @@ def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
     forwarded: set[int] = set()
 
     def forward(number: int, _: object) -> None:
-        if not ranks:
-            sys.exit(128 + number)
         forwarded.add(number)
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.send_signal(number)
+        if len(ranks) == world:
+            _pass_on(ranks, number)
 
     signal.signal(signal.SIGTERM, forward)
     safely = ["-P"] if sys.flags.safe_path else []  # as this process was started
     try:
         with held_port() as port:
-            for rank in range(world):
-                ranks.append(subprocess.Popen([sys.executable, *safely, "-u", "-m", module, *arguments],
-                                              start_new_session=True,
-                                              env=os.environ | _environment(rank, world, port)))
+            with ctrl_c_held() as release:
+                for rank in range(world):
+                    ranks.append(subprocess.Popen([sys.executable, *safely, "-u", "-m", module, *arguments],
+                                                  start_new_session=True,
+                                                  env=os.environ | _environment(rank, world, port)))
+                release()
+            for number in tuple(forwarded):  # that came meanwhile
+                _pass_on(ranks, number)
             first = _first_failure(ranks)
             if ranks[0].poll() and ranks[0].returncode < 0 and not forwarded:
                 _wait(ranks, NOTICE)
@@ -66,6 +69,13 @@ def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
         return Ending(128 + signal.SIGINT, {}, forwarded)
     _end(ranks, signal.SIGTERM)
     return Ending(first, {i: rank.returncode for i, rank in enumerate(ranks) if rank.returncode}, forwarded)
+
+
+def _pass_on(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """To the ranks alone, which end what they started."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(number)
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -123,6 +133,6 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for rank in ranks:
         if rank.poll() is None:
             try:
-                os.killpg(rank.pid, number)
+                os.killpg(rank.pid, interrupting_signal(rank.pid) if number == signal.SIGINT else number)
             except ProcessLookupError:  # it has just ended
                 continue
