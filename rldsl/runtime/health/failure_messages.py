@@ -18,6 +18,7 @@ from rldsl.postmortem.analysis import Findings
 from rldsl.postmortem.findings_text import notes, place, title
 
 SURE = ("gone", "stopped", "silent")  # also where nothing but a request ends the run
+NOTICED = 5.0  # seconds: torchrun notices that a rank has ended before the others do, by less than this
 HELP = {
     "gone": "it was killed, possibly because memory ran out; see the system log",
     "stopped": "the process was suspended (SIGSTOP, a debugger) and not continued",
@@ -27,13 +28,18 @@ HELP = {
 }
 
 
-def tell_torchrun(text: str) -> None:
-    """Leave the message of this process where torchrun looks for it: torchrun's own report then ends with this message
-    instead of a hint to look elsewhere."""
+def tell_torchrun(text: str, is_cause: bool = True, known: float | None = None) -> None:
+    """Leave the message of this process where torchrun looks for it. torchrun's own report, which comes after
+    everything that ranks print, ends with the earliest failure on its machine: it gives a killed rank, which leaves no
+    message, the time when it noticed that.
+
+    is_cause: the message says why the run ended, and so must be the earliest: otherwise the report would end with the
+    number of a signal, or with a hint to look elsewhere. known: when this process learned of it (default: now)."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
+        when = (time.time() if known is None else known) - (NOTICED if is_cause else 0.0)
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
+            Path(file).write_text(json.dumps({"message": text, "timestamp": int(when)}))
 
 
 def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Diagnostic, ...]:

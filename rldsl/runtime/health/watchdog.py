@@ -75,6 +75,7 @@ class Watchdog:
         self._first_rank = FirstRank()
         self._agent, self._speaks = agent, speaks
         self._failed_at: stack_trace.Stack | None = None  # where the main thread was when it failed
+        self._known: float | None = None  # when this rank learned that the run has failed, as of time.time
         self._done, self._ending = threading.Event(), threading.Lock()
         self._deadline = math.inf  # at which this process ends, on the clock of time.monotonic
         self._slow_work = ""  # what to blame if the deadline is missed; "": the store
@@ -170,6 +171,8 @@ class Watchdog:
     def _stop_for_others(self, default_title: str, library_message: str = "", requested: bool = False) -> NoReturn:
         """Name the ranks that are silent, or those that the others wait for, and stop (`describe_other_ranks`)."""
         attempt = 0
+        if self._known is None:
+            self._known = time.time()
         self._limit_shutdown()
         while not self.heartbeats.claim_search(attempt):
             self._wait_alive(2 * SILENCE)  # the rank that searches will report, unless it ends too
@@ -281,7 +284,9 @@ class Watchdog:
         why = self._slow_work or f"the rendezvous store{', or its disk,' if self.out else ''} does not respond"
         advice = self._postmortem_hint() if self._slow_work else (
             "the machine of torchrun's rendezvous endpoint, or the file system of `--out`, is down or unreachable")
-        report((Diagnostic("RL0709", why, place=self._event_text(), help=advice),))
+        diagnostic = Diagnostic("RL0709", why, place=self._event_text(), help=advice)
+        report((diagnostic,))
+        tell_torchrun(render((diagnostic,)), known=self._known)
         last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
         last.start()
         last.join(4 * BEAT)
@@ -301,8 +306,9 @@ class Watchdog:
         if where == TERMINATED:
             self._leave_terminated()
         self._dump("", f"rank {rank} ended the run", False)
+        at = f": rank {rank} failed at {where}" if where else ""  # without: its message was about other ranks
+        tell_torchrun(f"stopped{at}" if at else f"stopped: see the message of rank {rank}", is_cause=False)
         if self.heartbeats.claim_stop_message():
-            at = f": rank {rank} failed at {where}" if where else ""  # without: its message was about other ranks
             print("; ".join(x for x in (f"all ranks stopped{at}", self._postmortem_hint()) if x),
                   file=sys.stderr, flush=True)
         self._leave()
@@ -317,7 +323,7 @@ class Watchdog:
         first = self.heartbeats.report_failure("" if main.code == LOST_CONTACT else self._event_text())
         if first and speaks:
             report(diagnostics)
-            tell_torchrun(render(diagnostics))
+            tell_torchrun(render(diagnostics), known=self._known)
         self._dump(main.code, main.title, first)
         if first and self.world > 1:
             time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
