@@ -27,7 +27,7 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
     if line := lacking(DESCRIPTION):  # on this machine, whatever the compiler's had
         raise fail("RL0326", f"`{model.name}` is placed with `backend=megatron`, which is not available here",
                    notes=(why,) if (why := unfit(DESCRIPTION)) else (),
-                   help=f"install it on every machine with `{line}`")
+                   help=f"install it on every machine with `{line}`, or compile for `backend=torch`")
     if layout.tp > 1 and device.type != "cuda" and not _is_current(device):
         raise fail("RL0728",
                    f"megatron-core needs CUDA for tensor parallelism, but `{model.name}` runs with tp={layout.tp} on "

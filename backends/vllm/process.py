@@ -92,7 +92,8 @@ class EngineProcess:
 
     def _unusable(self, *notes: str) -> Failure:
         return fail("RL0326", f"`{self.model}` is placed with `backend=vllm`, which is not available here", notes=notes,
-                    help=f"install it on every machine with {how_to_install(DESCRIPTION)}")
+                    help=f"install it on every machine with {how_to_install(DESCRIPTION)}; or compile for "
+                         "`backend=torch`")
 
     def failed(self, verb: str, *notes: str) -> Failure:
         """RL0801 for a request that has no usable answer."""

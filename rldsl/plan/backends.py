@@ -111,7 +111,8 @@ def package(name: str) -> str:
         return f"{GROUP}.{name}"
     found = sorted(_entry_points().get(name, ()))
     if len(found) > 1:
-        raise unusable(name, f"several packages provide it: {', '.join(found)}", place=found[0])
+        raise unusable(name, f"several packages provide it: {', '.join(found)}", place=found[0],
+                       fix="uninstall all of them but one (`pip uninstall`)")
     return found[0] if found else ""
 
 
@@ -140,11 +141,14 @@ def described(name: str) -> Description | None:
     try:
         found = getattr(importlib.import_module(module), "DESCRIPTION", None)
     except ModuleNotFoundError as error:
-        if error.name == home:
-            raise unusable(name, f"its package {home} cannot be imported") from None
-        if error.name != module:
-            raise
-        raise unusable(name, "the package has no module `describe`") from None
+        if error.name == module:
+            raise unusable(name, "the package has no module `describe`") from None
+        if error.name and f"{home}.".startswith(f"{error.name}."):
+            raise unusable(name, f"its package {home} cannot be imported",
+                           fix=f"install {home} again, or uninstall what declares it (`pip uninstall`)") from None
+        raise unusable(name, f"its description cannot be imported: {error}", fix="install what is missing") from None
+    except Exception as error:  # of the authors' code, which may do anything
+        raise unusable(name, f"its description cannot be imported: {type(error).__name__}: {error}") from None
     if not isinstance(found, Description):
         raise unusable(name, "`describe.py` exports no `DESCRIPTION` of class `rldsl.plan.backends.Description`")
     if why := _contradiction(found):
@@ -182,11 +186,13 @@ def _base(kind: Callable[[], object]) -> object:
     return kind()
 
 
-def unusable(name: str, why: str, place: str = "") -> Failure:
-    """RL0326 for a description that is wrong: the backend's authors must fix it, the user can only avoid it."""
-    help = "" if name == DEFAULT_BACKEND else f", or place the calls with `backend={DEFAULT_BACKEND}`"
+def unusable(name: str, why: str, place: str = "", fix: str = "fix the description, or report this to the authors of "
+                                                              "the backend") -> Failure:
+    """RL0326 for a backend that is there and cannot be used. fix: by default of a description that is wrong: its
+    authors must fix it, the user can only avoid it."""
+    instead = "" if name == DEFAULT_BACKEND else f", or place the calls with `backend={DEFAULT_BACKEND}`"
     return fail("RL0326", f"the backend `{name}` cannot be used", place=place or f"{package(name)}.describe",
-                notes=(why,), help=f"fix the description, or report this to the authors of the backend{help}")
+                notes=(why,), help=f"{fix}{instead}")
 
 
 def lacking(description: Description) -> str:
@@ -209,6 +215,9 @@ def how_to_install(description: Description) -> str:
     _, command = description.needs or ("", "")
     if not description.interpreter:
         return f"`{command}`"
+    if python := _own_python(description):
+        return f"`{command}` after `unset {description.interpreter}`, or name the Python of a separate environment " \
+               f"instead of {python}: `{description.own_environment}`"
     return f"`{command}`, or in a separate environment with `{description.own_environment}`"
 
 
