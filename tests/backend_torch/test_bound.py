@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bound
+from benchmarks import bound_measure as bound
 from benchmarks.bound_least import ADAMW_TRANSFERS, WAYS, Decoder, Lengths, Machine, decode_time, least_times
 from benchmarks.bound_ranks import least_of_ranks, shares
 from benchmarks.bound_shapes import LARGEST, SMALLEST, Shape, drawn, parameters, prompt_lengths

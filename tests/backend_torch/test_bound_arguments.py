@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,3 +59,24 @@ def test_shapes_are_those_that_were_asked_for(model: str) -> None:
     assert shapes_of(parse("", ["--seed", "3", "--shapes", "4"])) == dict(enumerate(every))
     assert shapes_of(parse("", ["--seed", "3", "--shapes", "4", "--only", "2", "0"])) == {2: every[2], 0: every[0]}
     assert shapes_of(parse("", ["--model", model, "--tokens", "9", "--n", "2"])) == {0: Shape({}, 8, 2, 32, 9)}
+
+
+COMMAND = """
+import runpy, sys
+sys.argv = ["bound", *sys.argv[1:]]
+try:
+    runpy.run_module("benchmarks.bound", run_name="__main__")
+except SystemExit as stop:
+    print("status", stop.code, *sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("typed, status, stream, says", [
+    ("--help", 0, "stdout", "--ranks N: whole GRPO steps on N ranks"), ("--turns 0", 2, "stderr", "0 is less than 1"),
+    ("--no-such-option", 2, "stderr", "unrecognized arguments"), ("--only 10", 2, "stderr", "numbered 0 to 9"),
+    ("--model /no/model", 2, "stderr", "is no model directory")])
+def test_no_library_is_imported_for_help_and_wrong_options(typed: str, status: int, stream: str, says: str) -> None:
+    done = subprocess.run([sys.executable, "-c", COMMAND, *typed.split()], capture_output=True, text=True,
+                          cwd=Path(__file__).parents[2])
+    assert done.stdout.splitlines()[-1] == f"status {status}", done.stdout
+    assert says in getattr(done, stream), done

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bound, step_trl
+from benchmarks import bound_measure as bound
+from benchmarks import step_trl
 from benchmarks.bound_least import Lengths
 from benchmarks.bound_shapes import Shape
 from benchmarks.bound_sides import Turn
