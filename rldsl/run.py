@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rldsl import garbage_collection
+from rldsl import garbage_collection, threads
 from rldsl.diag import Failure, counted, fail
 from rldsl.plan.metrics_file import TRACKERS
 from rldsl.report import render
@@ -51,7 +51,10 @@ def main(program: Program | None = None) -> None:
 def _main(program: Program | None) -> None:
     arguments, agent = _arguments(program), _agent()
     if agent is not None:
-        terminate_with(agent)
+        try:
+            terminate_with(agent)
+        except Failure as failure:  # the limit may be reached in this rank alone
+            _exit_with(failure, say=True)
     # Transfers run at the same time as collectives of calls. With this variable a GPU starts them in the order in which
     # a rank posts them, which is the plan's, so that no two wait for each other's room. Set before torch is imported
     if "+rocm" not in version("torch"):
@@ -230,7 +233,8 @@ def _nccl_note(version: tuple[int, ...]) -> str:
 
 def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Join the other ranks where torchrun says; without torchrun, a world of one. Returns the store of all starts of
-    this run, and whether an earlier one began it. RL0704: the others cannot be reached."""
+    this run, and whether an earlier one began it. RL0704: the others cannot be reached. RL0707: no thread can be
+    started."""
     import torch
     import torch.distributed as dist
 
@@ -256,6 +260,8 @@ def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[di
                                 timeout=timeout)
         return run, again
     except (RuntimeError, ValueError, OSError) as error:  # the library's own errors are RuntimeErrors
+        if threads.is_refused(error):
+            raise Failure([threads.refused(f"rank {rank}")]) from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise fail("RL0704", f"rank {rank} cannot join the other ranks: {reason}",
                    place=f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}",
@@ -319,8 +325,13 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
         run, again = _join_ranks(device, rank, limit)
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
         _exit_with(failure, say=True)
-    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world, file, arguments.timeout, late, agent,
-                        speaks=local == 0)
+    try:
+        watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world, file, arguments.timeout, late,
+                            agent, speaks=local == 0)
+    except Failure as failure:  # the others notice that this rank has ended
+        report(failure.diagnostics)
+        tell_torchrun(render(failure.diagnostics))
+        os._exit(1)  # the library's threads may wait for the others
     workers = arguments.reward_workers
     if workers is None:
         workers = min(8, _cores_of_rank())

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from rldsl import threads
 from rldsl.cli.printing import say
 from rldsl.cli.status_line import StatusLine
 from rldsl.cli.usage import JsonGroup, print_version
@@ -94,8 +95,12 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
         else:
             report_diagnostics((found,), settings)
     except Exception as error:
-        _report_bug(error, settings)
-        code = 3
+        if threads.is_refused(error):
+            report_diagnostics((threads.refused("this command"),), settings)
+            code = 1
+        else:
+            _report_bug(error, settings)
+            code = 3
     if settings.verbose:
         click.echo(f"{time.process_time() - start:.2f} s of CPU", err=True)
     sys.exit(code)

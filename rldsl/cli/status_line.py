@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import TextIO
 
@@ -36,7 +37,8 @@ class StatusLine:
 
     def __enter__(self) -> StatusLine:
         if self._drawn:
-            self._thread.start()
+            with suppress(RuntimeError):  # the system gives no more threads: the command works without a line
+                self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

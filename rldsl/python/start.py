@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from rldsl import threads
+from rldsl.diag import Failure
 from rldsl.progress import Interrupted, ctrl_c_held, interrupting_signal, stage
 from rldsl.runtime.message_file import VARIABLE
 from rldsl.runtime.metrics.run_record import STOPPED, read_record
@@ -50,7 +52,7 @@ def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool 
     plan: its file. world: number of ranks. out: the directory of the run. options: of `rldsl.run`. quiet: what the
     ranks print goes to standard error. messages: the file where they leave their diagnostics
     (`runtime/message_file.py`). follower: gets what the ranks print, instead of the terminal. Returns the exit status
-    of the ranks. Raises Interrupted, or KeyboardInterrupt where a follower is given."""
+    of the ranks. Raises Interrupted, or KeyboardInterrupt where a follower is given. Errors: RL0707."""
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
     if messages is not None:
         environment[VARIABLE] = str(messages)
@@ -62,8 +64,14 @@ def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool 
     # In a session of its own, so that a terminal sends Ctrl-C to this process alone, as `kill -INT` does: the launcher
     # gets it once either way, and a second one is the user's. Only the main thread gets Ctrl-C and can pass it on
     with ctrl_c_held() as release:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors, text=True, errors="replace",
-                                   start_new_session=threading.current_thread() is threading.main_thread())
+        try:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors, text=True,
+                                       errors="replace",
+                                       start_new_session=threading.current_thread() is threading.main_thread())
+        except OSError as error:
+            if threads.is_refused(error):
+                raise Failure([threads.refused("this process")]) from None
+            raise
         code = _waited(process, release, follower, Path(out), earlier)
     status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that
     if status == 128 + signal.SIGTERM and follower is None and read_record(Path(out)) == earlier:
@@ -108,7 +116,7 @@ def _passing_on_sigterm(process: subprocess.Popen[str]) -> Iterator[None]:
 
 def _followed(process: subprocess.Popen[str], follower: Follower) -> int:
     reader = threading.Thread(target=_read, args=(process.stdout, follower), daemon=True)
-    reader.start()
+    threads.start(reader)
     stopping, code = False, None
     while code is None:
         with suppress(subprocess.TimeoutExpired):

@@ -4,8 +4,8 @@ In: the arguments of torchrun. After `--parent PID` they come from `rlc run`, th
 this one gets SIGTERM; all of its ranks are on this machine, and `local_ranks` starts them without torchrun. Out: the
 exit status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM goes to the ranks. Where the run writes
 checkpoints they end after the step, and the status is 0; otherwise they end within seconds, and it is 143.
-Errors: RL0704 where the launchers of the machines cannot meet, RL0709 where ranks were killed and none is left to
-report it.
+Errors: RL0704 where the launchers of the machines cannot meet, RL0707 where the system starts no rank, RL0709 where
+ranks were killed and none is left to report it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Set
 from dataclasses import fields
 from pathlib import Path
 
-from rldsl.diag import Diagnostic
+from rldsl.diag import Diagnostic, Failure
 from rldsl.runtime import local_ranks
 from rldsl.runtime.message_file import report
 from rldsl.runtime.parent import terminate_with
@@ -26,9 +26,13 @@ from rldsl.runtime.parent import terminate_with
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--parent"]:
-        terminate_with(int(arguments[1]))
         world, module = int(_value(arguments, "--nproc-per-node")), arguments.index("-m") + 1
-        ended = local_ranks.run(world, arguments[module], arguments[module + 1:])
+        try:
+            terminate_with(int(arguments[1]))
+            ended = local_ranks.run(world, arguments[module], arguments[module + 1:])
+        except Failure as failure:
+            report(failure.diagnostics)
+            return 1
         return _status(ended.first, ended.codes, ended.forwarded, whole=len(ended.codes) == world)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException

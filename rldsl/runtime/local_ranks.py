@@ -5,7 +5,7 @@ In: a module, its arguments and the number of ranks. Out: how they ended. Ranks 
 that torchrun would set, each in its own session; rank 0 holds the store where they meet.
 Invariant: no rank outlives `run`: once one has failed, or after Ctrl-C, the others get a signal and `PATIENCE` seconds.
 Where rank 0 was killed, and the store with it, they first get `NOTICE` seconds to see that themselves: after SIGTERM
-they could not tell it from a rank that was asked to stop.
+they could not tell it from a rank that was asked to stop. Errors: RL0707 the system starts no more processes.
 SIGTERM goes to the ranks, which end after the step where the run writes checkpoints; a signal that comes while they are
 started waits until all are.
 """
@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from rldsl import threads
+from rldsl.diag import Failure, counted
 from rldsl.progress import ctrl_c_held, interrupting_signal
 
 PATIENCE = 30.0  # seconds that ranks have to end after a signal, as with torchrun
@@ -67,6 +69,11 @@ def run(world: int, module: str, arguments: Sequence[str]) -> Ending:
     except KeyboardInterrupt:
         _end(ranks, signal.SIGINT)
         return Ending(128 + signal.SIGINT, {}, forwarded)
+    except OSError as error:
+        _end(ranks, signal.SIGTERM)
+        if threads.is_refused(error):
+            raise Failure([threads.refused(f"the launcher of {counted(world, 'rank')}")]) from None
+        raise
     _end(ranks, signal.SIGTERM)
     return Ending(first, {i: rank.returncode for i, rank in enumerate(ranks) if rank.returncode}, forwarded)
 

@@ -14,6 +14,8 @@ import signal
 import threading
 import time
 
+from rldsl import threads
+
 PERIOD = 0.5  # seconds between looks
 
 
@@ -23,8 +25,8 @@ def has_ended(parent: int) -> bool:
 
 
 def terminate_with(parent: int) -> None:
-    """Send SIGTERM to this process once `parent`, which started it, has ended."""
-    threading.Thread(target=_terminate, args=(parent,), name="rldsl-parent", daemon=True).start()
+    """Send SIGTERM to this process once `parent`, which started it, has ended. Errors: RL0707."""
+    threads.start(threading.Thread(target=_terminate, args=(parent,), name="rldsl-parent", daemon=True))
 
 
 def _terminate(parent: int) -> None:

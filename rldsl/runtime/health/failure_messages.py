@@ -1,7 +1,7 @@
 """The message with which a run ends. In: an exception, or what a post-mortem found. Out: diagnostics.
 
-Codes: RL0707 out of memory or of files, RL0709 another rank is gone, stopped, or does not arrive, RL0799 an internal
-error.
+Codes: RL0707 out of memory, files or threads, RL0709 another rank is gone, stopped, or does not arrive, RL0799 an
+internal error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from rldsl import threads
 from rldsl.diag import Diagnostic, Failure
 from rldsl.postmortem.analysis import Findings
 from rldsl.postmortem.findings_text import notes, place, title
@@ -53,6 +54,8 @@ def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Dia
     if ran_out_of_files(error):
         return (Diagnostic("RL0707", f"rank {rank} may open no more files", place=where, notes=(str(error),),
                            help="raise the limit in the shell that starts the run, for example `ulimit -n 4096`"),)
+    if threads.is_refused(error):
+        return (threads.refused(f"rank {rank}", where),)
     if lost_contact(error):
         return ()
     return (Diagnostic("RL0799", f"internal error (please report it): {type(error).__name__}: {error}", place=where),)

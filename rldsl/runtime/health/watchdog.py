@@ -21,9 +21,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rldsl import threads
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.naming import Labels
 from rldsl.plan.visible_plan import visible_plan
@@ -58,7 +60,7 @@ class Watchdog:
         """On the main thread only: it takes over SIGTERM and Ctrl-C. timeout: seconds that a rank waits for another.
         asynchronous: calls of communication return before it has run, and the library ends the process when it takes
         too long. agent: the process of torchrun's agent, whose end sends SIGTERM (`runtime/parent.py`). speaks: this
-        rank, of all on its machine, reports that."""
+        rank, of all on its machine, reports that. Errors: RL0707, if its thread cannot be started."""
         self.heartbeats, self.rank, self.world = Heartbeats(store, rank, world), rank, world
         self.ring = EventRing()  # what this rank did last
         self.out: Path | None = None  # the directory of the run, once it may write there
@@ -88,7 +90,7 @@ class Watchdog:
         if self._before[2] is signal.default_int_handler:  # else a shell has it ignored
             signal.signal(signal.SIGINT, self._interrupt_main)
         self._thread = threading.Thread(target=self._run, name="rldsl-watch", daemon=True)
-        self._thread.start()
+        threads.start(self._thread, f"rank {rank}")
 
     def close(self) -> None:
         """End the watch, and restore what SIGTERM and Ctrl-C did before."""
@@ -276,7 +278,8 @@ class Watchdog:
         self._deadline, self._slow_work = time.monotonic() + SHUTDOWN_SECONDS, slow
         if not self._is_limited:
             self._is_limited = True
-            threading.Thread(target=self._end_at_deadline, name="rldsl-shutdown", daemon=True).start()
+            with suppress(Failure):  # without it the end may take longer, and the message is the one that is on its way
+                threads.start(threading.Thread(target=self._end_at_deadline, name="rldsl-shutdown", daemon=True))
 
     def _end_at_deadline(self) -> None:
         while (left := self._deadline - time.monotonic()) > 0:
@@ -288,8 +291,9 @@ class Watchdog:
         report((diagnostic,))
         tell_torchrun(render((diagnostic,)), known=self._known)
         last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
-        last.start()
-        last.join(4 * BEAT)
+        with suppress(Failure):  # the message is out
+            threads.start(last)
+            last.join(4 * BEAT)
         _leave(1)
 
     def _last_words(self, why: str) -> None:

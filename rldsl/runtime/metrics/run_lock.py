@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from secrets import token_hex
 
+from rldsl import threads
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.disk_paths import shown
 from rldsl.runtime.files import written
@@ -74,7 +75,7 @@ class RunLock:
         self.file, self.owner, self._lost = file, owner, lost
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beats, name="rldsl-lock", daemon=True)
-        self._thread.start()
+        threads.start(self._thread)
 
     def __enter__(self) -> RunLock:
         return self
@@ -132,7 +133,11 @@ def acquire(out: Path, program: str = "", lost: Callable[[Diagnostic], object] |
     finally:
         with suppress(OSError):
             temporary.unlink()
-    return RunLock(file, owner, lost)
+    try:
+        return RunLock(file, owner, lost)
+    except Failure:  # without heartbeats the directory would look abandoned, after a time in which nobody gets it
+        file.unlink(missing_ok=True)
+        raise
 
 
 def refuse_owned(out: Path) -> None:

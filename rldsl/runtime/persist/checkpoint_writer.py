@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rldsl import threads
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.events import Checkpoint, split_buffer
 from rldsl.plan.model import Layout, Mesh, Model
@@ -203,7 +204,7 @@ class CheckpointWriter:
     def begin(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         self._thread = threading.Thread(target=self._write, args=(step, keep, tensors, facts), name="rldsl-checkpoint",
                                         daemon=True)
-        self._thread.start()
+        threads.start(self._thread, f"rank {self.rank}")
 
     def join(self) -> None:
         if self._thread is not None:

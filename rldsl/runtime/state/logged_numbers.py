@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rldsl import threads
+
 MAX_UNSENT = 1024  # messages that a rank may be ahead of the one that reports; each is some hundred bytes
 
 
@@ -77,7 +79,7 @@ class Arrivals:
         if self._thread is None:  # a daemon: where a peer has died, the message never comes
             self._thread = threading.Thread(target=_complete_all, args=(self._waiting,), name="rldsl-metrics",
                                             daemon=True)
-            self._thread.start()
+            threads.start(self._thread)
             weakref.finalize(self, self._waiting.put, None)  # it ends with the run, not only with the process
         arrival = Arrival()
         self._waiting.put((arrival, wait))
