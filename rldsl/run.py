@@ -231,16 +231,40 @@ def _nccl_note(version: tuple[int, ...]) -> str:
             "transfers at the same time as collectives may wait for each other; use a torch with a newer NCCL")
 
 
+def _cpu_note(asked: str | None, built_for: str | None, torch_version: str, gpus: int, visible: str | None) -> str:
+    """What to say of a run on the CPU whose machine has GPUs that nobody has declined; "" if there is nothing to say.
+    asked: `--device`. built_for: the CUDA version of this torch. gpus: of the machine. visible:
+    CUDA_VISIBLE_DEVICES."""
+    if asked is not None or not gpus or visible in ("", "-1"):
+        return ""
+    why = "sees none of them: see `rlc doctor`, and the driver" if built_for else "is built without CUDA"
+    return (f"warning: this machine has {counted(gpus, 'GPU')}, but torch {torch_version} {why}; all ranks run on the "
+            "CPU, and communicate over gloo (CUDA_VISIBLE_DEVICES=\"\" omits this warning)")
+
+
+def _say_if_fallen_back(asked: str | None) -> None:
+    """Print that the run is on the CPU, and so over gloo, where the user may expect GPUs."""
+    import torch
+
+    note = _cpu_note(asked, torch.version.cuda, torch.__version__, len(list(Path("/dev").glob("nvidia[0-9]*"))),
+                     os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if note:
+        print(note, file=sys.stderr, flush=True)
+
+
 def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Join the other ranks where torchrun says; without torchrun, a world of one. Returns the store of all starts of
     this run, and whether an earlier one began it. RL0704: the others cannot be reached. RL0707: no thread can be
-    started."""
+    started. RL0703: ranks on GPUs cannot communicate."""
     import torch
     import torch.distributed as dist
 
     from rldsl.runtime.comm.rendezvous import start_prefix, started_before
 
     backend: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise fail("RL0703", f"torch {torch.__version__} has no NCCL, over which ranks on GPUs communicate",
+                   help="install a torch that has it (`rlc doctor` shows what is there), or use `--device cpu`")
     if device.type == "cuda":  # `device_id` creates communicators now, and those of groups are split from them
         backend = {"backend": "nccl", "device_id": device}
     try:
@@ -340,6 +364,8 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
         claimed = _claim_output(arguments, again, file, watchdog, device)
         refuse_links_out(arguments.out, WRITTEN)  # of this machine, where rank 0 is on another one
         sys.stderr = tee(screen, arguments.out, rank, claimed.continues)
+        if rank == 0 and device.type == "cpu":
+            _say_if_fallen_back(arguments.device)
         options = Options(
             trace=arguments.trace, profile=arguments.profile, resume=claimed.resume, continues=claimed.continues,
             overwrite=not claimed.continues,

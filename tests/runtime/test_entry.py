@@ -68,6 +68,7 @@ def test_communicators_know_their_device(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda **given: asked.update(given))
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 20, 1))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # whatever this torch has
     run._join_ranks(torch.device(device), 0, timedelta(seconds=1))
     said = capsys.readouterr().err
     if device == "cpu":
