@@ -60,7 +60,7 @@ def ctrl_c_held() -> Iterator[Callable[[], None]]:
 
 def interrupting_signal(pid: int) -> signal.Signals:
     """What ends a process of ours as Ctrl-C does: SIGINT. One that does not handle SIGTERM is still importing, where
-    SIGINT would have Python print a traceback: SIGTERM ends it without a word."""
+    SIGINT would have Python print a traceback: SIGTERM ends it without one."""
     with suppress(OSError, ValueError, IndexError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
