@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.generate.decode_state import Responses, SlotState
+from rldsl.backends.torch.generate.decode_state import DecodeState, Responses, SlotState
 from rldsl.backends.torch.generate.engine import Engine
 from rldsl.backends.torch.kernels import kernel_library, sampled_tokens
 from rldsl.plan.events import Sampling
@@ -33,13 +33,17 @@ def states(draw: torch.Generator) -> tuple[SlotState, Responses]:
 def record(way: str, given: tuple[SlotState, Responses], at: slice, tokens: torch.Tensor, logprobs: torch.Tensor,
            ends: torch.Tensor) -> None:
     slots, responses = given
-    engine: Any = SimpleNamespace(state=SimpleNamespace(slots=slots, responses=responses, eos_ids=ends),
-                                  max_new_tokens=MOST, stop_strings=None)
+    state: Any = SimpleNamespace(slots=slots, responses=responses, eos_ids=ends)
     if way == "torch":
+        engine: Any = SimpleNamespace(state=state, max_new_tokens=MOST, stop_strings=None)
+        were_active = slots.active[at].clone()
         slots.token[at], slots.logprob[at] = tokens, logprobs
         Engine._append_tokens(engine, at)
+        ended = (were_active & ~slots.active[at]).nonzero()[:, 0] + at.start  # as `Engine._poll` does
+        responses.lengths[slots.seq_id[ended]] = slots.num_generated[ended]
+        responses.finished[slots.seq_id[ended]] = slots.finished[ended]
     else:
-        Engine._append_in_one_call(engine, at.start, tokens, logprobs)
+        DecodeState.appender(state)(at.start, tokens, logprobs)
 
 
 @pytest.mark.parametrize("ends", [(), (3,), (0, 2, 5)])
@@ -60,31 +64,34 @@ def test_what_torch_does(seed: int, at: slice, ends: tuple[int, ...]) -> None:
         assert all(map(torch.equal, mine, torchs))
 
 
-def test_log_probs_of_another_dtype() -> None:
-    """As where a slot is assigned to."""
-    slots, responses = states(torch.Generator().manual_seed(0))
-    tokens, logprobs = torch.full((SLOTS, 2), 1)[:, 0], torch.full((SLOTS,), -0.5, dtype=torch.bfloat16)
-    record("kernel", (slots, responses), slice(0, SLOTS), tokens, logprobs, torch.tensor([9]))
-    assert slots.logprob.eq(-0.5).all() and slots.token.eq(1).all()
+SLOT_TENSORS = [torch.zeros(SLOTS, dtype=dtype) for dtype in sampled_tokens.SLOT_DTYPES]
+RESPONSE_TENSORS = [*vars(Responses.empty(SLOTS, MOST, CPU)).values()]
+ENDS = torch.tensor([1])
 
 
 @pytest.mark.parametrize("number, wrong", [
     (2, torch.zeros(SLOTS, dtype=torch.int32)), (4, torch.zeros(SLOTS - 1, dtype=torch.bool)),
-    (0, torch.zeros(2 * SLOTS, dtype=torch.long)[::2])])
+    (0, torch.zeros(2 * SLOTS, dtype=torch.long)[::2]), (7, torch.zeros(SLOTS, MOST)),
+    (8, torch.zeros(SLOTS - 1, dtype=torch.long)), (9, torch.zeros(SLOTS)), (10, torch.zeros(1))])
 def test_other_tensors(number: int, wrong: torch.Tensor) -> None:
-    given = [torch.zeros(SLOTS, dtype=dtype) for dtype in sampled_tokens.SLOT_DTYPES]
-    responses = Responses.empty(SLOTS, MOST, CPU)
-
-    def append(first: int) -> None:
-        sampled_tokens.append(given, first, torch.zeros(4, dtype=torch.long), torch.zeros(4), torch.tensor([1]),
-                              responses.tokens, responses.logprobs)
-
-    append(SLOTS - 4)
-    with pytest.raises(ValueError, match="other dtypes or shapes"):
-        append(SLOTS - 3)
+    given = [*SLOT_TENSORS, *RESPONSE_TENSORS, ENDS]
     given[number] = wrong
     with pytest.raises(ValueError, match="other dtypes or shapes"):
-        append(0)
+        sampled_tokens.Appender(given[:6], given[6:10], given[10])
+
+
+@pytest.mark.parametrize("first, tokens, logprobs", [
+    (SLOTS - 3, torch.zeros(4, dtype=torch.long), torch.zeros(4)),
+    (-1, torch.zeros(4, dtype=torch.long), torch.zeros(4)),
+    (0, torch.zeros(4, dtype=torch.int32), torch.zeros(4)),
+    (0, torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.bfloat16)),
+    (0, torch.zeros(4, dtype=torch.long), torch.zeros(3)),
+    (0, torch.zeros(8, dtype=torch.long)[::2], torch.zeros(4))])
+def test_other_samples(first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+    append = sampled_tokens.Appender(SLOT_TENSORS, RESPONSE_TENSORS, ENDS)
+    append(SLOTS - 4, torch.zeros(4, dtype=torch.long), torch.zeros(4))
+    with pytest.raises(ValueError, match="other dtypes or shapes"):
+        append(first, tokens, logprobs)
 
 
 @pytest.mark.parametrize("sampling", [

@@ -90,7 +90,8 @@ def call(name: str, size: int) -> list[Any]:
         "append_sampled": lambda: [
             integers(9), read(n), 0, n, integers(n), *(Written(integers(9).values) for _ in range(2)), written(n),
             *(Written(torch.ones(n, dtype=torch.uint8)) for _ in range(2)), integers(9), 3, 11,
-            Written(torch.zeros(n, 11, dtype=torch.int64)), written(n, 11)],
+            Written(torch.zeros(n, 11, dtype=torch.int64)), written(n, 11), Written(torch.zeros(n, dtype=torch.int64)),
+            Written(torch.zeros(n, dtype=torch.uint8))],
         "attention": lambda: [*queries, *keys, *keys, *of_attention, written(n, 2, size), written(n, 2)],
         "attention_backward": lambda: [*queries, *keys, *keys, *queries, *of_attention, read(n, 2), written(n, 2, size),
                                        written(n, 1, size), written(n, 1, size)],

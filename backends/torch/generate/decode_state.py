@@ -15,6 +15,7 @@ import torch
 from rldsl.backends.torch.generate.captured_step import CapturedSteps, CaptureSwitch
 from rldsl.backends.torch.generate.kv_cache import KVCache
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
+from rldsl.backends.torch.kernels.sampled_tokens import Appender
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.collectives import all_agree
 
@@ -99,6 +100,13 @@ class DecodeState:
             Responses.empty(num_seqs, max_new_tokens, device), torch.tensor(eos_ids, dtype=torch.long, device=device),
             CapturedSteps(device, capture.enabled, num_groups=num_groups, switch=capture, all_agree=agree),
             CapturedSteps(device, capture.enabled, repeatable=False, num_groups=num_groups, switch=capture))
+
+    def appender(self) -> Appender:
+        """Appends what decode steps on a CPU sample."""
+        slots, responses = self.slots, self.responses
+        return Appender(
+            (slots.seq_id, slots.num_generated, slots.token, slots.logprob, slots.active, slots.finished),
+            (responses.tokens, responses.logprobs, responses.lengths, responses.finished), self.eos_ids)
 
     def allocate_memory(self) -> None:
         """Make a released state like a new one: everything is 0, and every slot empty."""

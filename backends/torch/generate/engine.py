@@ -22,6 +22,7 @@ from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
 from rldsl.backends.torch.kernels import sampled_tokens
+from rldsl.backends.torch.kernels.sampled_tokens import Appender
 from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.runtime.backend import PackedBatch, Prefix
@@ -51,6 +52,9 @@ class Engine:
         vision = self.stage.vision
         # [N]: what a token after a prompt has as its position, less its place; None: its place is its position
         self.shifts = vision.shifts(self.prompts.tokens, self.prompts.prompt_lens) if vision else None
+        self.append: Appender | None = None  # in one call, where there are such kernels
+        if self.stop_strings is None and sampled_tokens.takes(self.stage.device):
+            self.append = self.state.appender()
         self.num_prefilled = 0  # tokens of prompts that went through the model
         self.last_prompt_hidden: torch.Tensor | None = None  # [1, H] at the last token of the prompt that ran last
 
@@ -92,25 +96,17 @@ class Engine:
             slots = slice(group.start, group.start + batch.batch_size)
         else:
             slots = torch.tensor(batch.slots, device=tokens.device)
-        decodes = isinstance(slots, slice) and self.stop_strings is None
-        if decodes and sampled_tokens.takes(tokens.device):
-            self._append_in_one_call(group.start, tokens, logprobs)
+        append = self.append if isinstance(slots, slice) else None
+        if append is not None:
+            append(group.start, tokens.contiguous(), logprobs.float().contiguous())
         else:
             self.state.slots.token[slots], self.state.slots.logprob[slots] = tokens, logprobs
-            if decodes:
+            if isinstance(slots, slice) and self.stop_strings is None:
                 self.state.bookkeeping((group.start, len(tokens)), lambda: self._append_tokens(slots))
             else:
                 self._append_tokens(slots)
         if isinstance(batch, PrefillBatch) or batch.poll:
-            self._poll(group)
-
-    def _append_in_one_call(self, first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """As `_append_tokens`, for slots from `first` on, which get their tokens here."""
-        slots, responses = self.state.slots, self.state.responses
-        sampled_tokens.append(
-            (slots.seq_id, slots.num_generated, slots.token, slots.logprob, slots.active, slots.finished), first,
-            tokens.contiguous(), logprobs.float().contiguous(), self.state.eos_ids, responses.tokens,
-            responses.logprobs)
+            self._poll(group, records=append is None)
 
     def _append_tokens(self, at: slice | torch.Tensor) -> tuple[()]:
         """Append the sampled tokens of some slots to the responses of their sequences, as far as these are active."""
@@ -131,15 +127,17 @@ class Engine:
         slots.active[at] = active & ~finished & (count < self.max_new_tokens)
         return ()
 
-    def _poll(self, group: MicroBatchGroup) -> None:
-        """Ask the device which sequences of a group have finished, and free their slots."""
+    def _poll(self, group: MicroBatchGroup, records: bool) -> None:
+        """Ask the device which sequences of a group have finished, and free their slots. records: whether to record
+        how long these are, which the one call of `append` does as well."""
         slots, responses = self.state.slots, self.state.responses
         active = slots.active[group.start : group.start + group.size].tolist()
         freed = self.scheduler.retire(group, [not x for x in active])
-        if freed:
+        if freed and (records or self.keeper is not None):
             at = torch.tensor(freed, device=self.prompts.tokens.device)
-            responses.lengths[slots.seq_id[at]] = slots.num_generated[at]
-            responses.finished[slots.seq_id[at]] = slots.finished[at]
+            if records:
+                responses.lengths[slots.seq_id[at]] = slots.num_generated[at]
+                responses.finished[slots.seq_id[at]] = slots.finished[at]
             if self.keeper is not None:  # the last sampled token has no keys and values
                 self.keeper.keep(self.state.cache, freed, slots.seq_id[at],
                                  slots.last_prompt_pos[at] + slots.num_generated[at])

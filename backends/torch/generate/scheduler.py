@@ -136,7 +136,7 @@ class Scheduler:
     def _compact(self, group: MicroBatchGroup, end: int) -> tuple[tuple[int, int], ...]:
         """Move the sequences in slots from `end` on to free slots before it."""
         free = (s for s in group.free_slots() if s < end)
-        moves = tuple((s, next(free)) for s in sorted(group.seq_ids) if s >= end)
+        moves = tuple((s, next(free)) for s in sorted(s for s in group.seq_ids if s >= end))
         for s, to in moves:
             group.seq_ids[to], group.num_generated[to] = group.seq_ids.pop(s), group.num_generated.pop(s)
         return moves

@@ -46,8 +46,8 @@ class Segments:
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `attend` computes these: [heads, T, size] each."""
-    return all(type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1
-               for x in (q, k, v)) and kernel_library.available()
+    return (kernel_library.are_plain(q, k, v) and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+            and kernel_library.available())
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, window: int | None
@@ -57,19 +57,27 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
     of the segments."""
     if not q.shape[1] == k.shape[1] == v.shape[1] == segments.tokens:
         raise ValueError(f"segments have {segments.tokens} tokens, the row has {q.shape[1]}")
-    out: torch.Tensor = _Attention.apply(q, k, v, segments, scale, window or cpu_kernels.UNBOUNDED)
+    arguments = q, k, v, segments, scale, window or cpu_kernels.UNBOUNDED
+    out: torch.Tensor = _Attention.apply(*arguments) if torch.is_grad_enabled() else _attended(*arguments)[0]
     return out
+
+
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, window: int
+              ) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `attend` returns, and the logarithms of the sums of exponentials [T, H]."""
+    heads, tokens, _ = q.shape
+    out, normalizers = q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads)
+    kernel_library.check(kernel_library.library().attention(
+        *_heads(q), *_heads(k), *_heads(v), *_numbers(q, k, v, segments), scale, window, out.data_ptr(),
+        normalizers.data_ptr()))
+    return out, normalizers
 
 
 class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float,
                 window: int) -> torch.Tensor:
-        heads, tokens, _ = q.shape
-        out, normalizers = q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads)
-        kernel_library.check(kernel_library.library().attention(
-            *_heads(q), *_heads(k), *_heads(v), *_numbers(q, k, v, segments), scale, window, out.data_ptr(),
-            normalizers.data_ptr()))
+        out, normalizers = _attended(q, k, v, segments, scale, window)
         ctx.save_for_backward(q, k, v, normalizers)
         ctx.options = segments, scale, window
         return out

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from rldsl.backends.torch.kernels.kernel_library import KernelCall, available, check, library
+from rldsl.backends.torch.kernels import operators
+from rldsl.backends.torch.kernels.kernel_library import KernelCall, are_plain, available, check, library
 
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128)  # of `decode_attention`
 UNBOUNDED = 1 << 62  # a window that hides nothing
@@ -24,8 +24,7 @@ UNBOUNDED = 1 << 62  # a window that hides nothing
 
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether these have the type, the dtype and the order in memory that the kernels want."""
-    return all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.is_cpu and x.is_contiguous()
-               for x in tensors) and available()
+    return are_plain(*tensors) and all(x.is_contiguous() for x in tensors) and available()
 
 
 # ------------------------------------------------------------------------------------------------------------ norms
@@ -65,7 +64,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, without a gradient."""
-    out: torch.Tensor = torch.ops.rldsl.rms_norm(x, weight, eps)
+    out: torch.Tensor = operators.call(torch.ops.rldsl.rms_norm, _rms_norm, x, weight, eps)
     return out
 
 
@@ -89,7 +88,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """As `rotate`, without a gradient."""
-    out: torch.Tensor = torch.ops.rldsl.rotary(x, cos, sin)
+    out: torch.Tensor = operators.call(torch.ops.rldsl.rotary, rotate, x, cos, sin)
     return out
 
 
@@ -100,7 +99,7 @@ def _gate_call(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Kerne
     return KernelCall("gated_product", (gate, up, gate.numel(), out))
 
 
-def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up"""
     out = torch.empty_like(gate)
     _gate_call(out, gate, up)()
@@ -116,8 +115,8 @@ def gate_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> t
 
 
 def gated_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """As `gate`, without a gradient."""
-    out: torch.Tensor = torch.ops.rldsl.gated_product(gate, up)
+    """As `gated`, without a gradient."""
+    out: torch.Tensor = operators.call(torch.ops.rldsl.gated_product, gated, gate, up)
     return out
 
 
@@ -150,8 +149,7 @@ def scaled_probabilities(x: torch.Tensor, normalizer: torch.Tensor, factor: torc
 def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `decode_attention` takes these."""
     return (q.shape[-1] in HEAD_SIZES and q.shape[-1] == v.shape[-1]
-            and all(type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
-                    and x.stride(-1) == 1 for x in (q, k, v)) and available())
+            and are_plain(q, k, v) and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and available())
 
 
 def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
@@ -160,7 +158,8 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: to
     to the cache. q: [H, S, D]; k, v: [K, S, D]; keys, values: [S, W, K, D], in memory [S, K, W, D]; positions: [S]
     int64. Returns [S, H, D]."""
     out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
-    torch.ops.rldsl.decode_attention(q, k, v, keys, values, positions, scale, window or UNBOUNDED, out)
+    operators.call(torch.ops.rldsl.decode_attention, _attend, q, k, v, keys, values, positions, scale,
+                   window or UNBOUNDED, out)
     return out
 
 
@@ -196,7 +195,7 @@ _OPERATORS = torch.library.Library("rldsl", "DEF")
 for _schema, _function in (
         ("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm),
         ("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotate),
-        ("gated_product(Tensor gate, Tensor up) -> Tensor", gate),
+        ("gated_product(Tensor gate, Tensor up) -> Tensor", gated),
         ("decode_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor positions, "
          "float scale, int window, Tensor(c!) out) -> ()", _attend)):
     _OPERATORS.define(_schema)

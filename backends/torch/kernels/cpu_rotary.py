@@ -13,6 +13,7 @@ import torch
 
 from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.backends.torch.kernels.autograd import Function
+from rldsl.backends.torch.kernels.kernel_library import are_plain
 
 
 class CpuRotary(Function):
@@ -48,7 +49,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def _compiled(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    return cpu_kernels.takes(cos, sin) and type(x) is torch.Tensor and x.dtype == torch.float32 and x.stride(-1) == 1
+    return cpu_kernels.takes(cos, sin) and are_plain(x) and x.stride(-1) == 1
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

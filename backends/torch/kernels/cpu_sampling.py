@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rldsl.backends.torch.kernels import few_row_products
+from rldsl.backends.torch.kernels import few_row_products, operators
 from rldsl.backends.torch.kernels.kernel_library import KernelCall, library
 from rldsl.backends.torch.kernels.products import wide_product
 
@@ -22,7 +22,8 @@ def sample(hidden: torch.Tensor, head: torch.Tensor, draws: torch.Tensor, temper
            ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [S] int64 by `draws` [S] float64 in (0, 1) from softmax(hidden @ head.T / temperature), the first at which
     the cumulative sum exceeds the draw, and their log-probs [S]. hidden: [S, H]; head: [V, H]."""
-    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.rldsl.sample(hidden, head, draws, temperature)
+    out: tuple[torch.Tensor, torch.Tensor] = operators.call(torch.ops.rldsl.sample, _sample, hidden, head, draws,
+                                                                     temperature)
     return out
 
 

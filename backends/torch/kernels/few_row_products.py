@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from rldsl.backends.torch.kernels.kernel_library import KernelCall, available
+from rldsl.backends.torch.kernels import operators
+from rldsl.backends.torch.kernels.kernel_library import KernelCall, are_plain, available
 
 MAX_ELEMENTS = 1 << 17  # of all rows, which stay in the cache while the weight passes by
 
@@ -21,26 +21,24 @@ MAX_ELEMENTS = 1 << 17  # of all rows, which stay in the cache while the weight 
 def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether `few_row_product` computes x [n, k] @ weight [m, k].T + bias [m]. The first call may compile it."""
     return (0 < x.numel() <= MAX_ELEMENTS and x.stride(1) == 1 and weight.is_contiguous()
-            and (bias is None or bias.is_contiguous())
-            and all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == torch.float32 and t.device.type == "cpu"
-                    for t in (x, weight, *(() if bias is None else (bias,))))
+            and are_plain(x, weight) and (bias is None or are_plain(bias) and bias.is_contiguous())
             and not torch.is_autocast_enabled("cpu") and available())
 
 
 def few_row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [n, k] @ weight [m, k].T + bias [m] -> [n, m], without a gradient."""
-    out: torch.Tensor = torch.ops.rldsl.few_row_product(x, weight, bias)
+    out: torch.Tensor = operators.call(torch.ops.rldsl.few_row_product, _multiply, x, weight, bias)
     return out
 
 
 def product_call(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> KernelCall:
     """The same into `out`, of what `takes` takes."""
-    (rows, size), columns = x.shape, len(weight)
+    (rows, size), columns = x.shape, weight.shape[0]
     return KernelCall("few_row_product", (x, x.stride(0), weight, bias, rows, columns, size, out))
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = x.new_empty(len(x), len(weight))
+    out = x.new_empty(x.shape[0], weight.shape[0])
     product_call(out, x, weight, bias)()
     return out
 

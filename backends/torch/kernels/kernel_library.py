@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rldsl.backends.torch.kernels import c_compiler
 
@@ -47,7 +48,7 @@ ARGUMENTS = {
     "head_statistics": (POINTER, POINTER, POINTER, INT, INT, INT, FLOAT, *(POINTER,) * 5),
     "head_gradients": (*(POINTER,) * 6, INT, INT, INT, FLOAT, POINTER, POINTER, POINTER),
     "head_memory": (INT, INT, ctypes.c_int),
-    "append_sampled": (POINTER, POINTER, INT, INT, *(POINTER,) * 7, INT, INT, POINTER, POINTER),
+    "append_sampled": (POINTER, POINTER, INT, INT, *(POINTER,) * 7, INT, INT, *(POINTER,) * 4),
     "run_calls": (POINTER, INT),
     "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),
@@ -71,6 +72,14 @@ def available() -> bool:
     return library() is not None
 
 
+def are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether they are float32 tensors on a CPU, and no tensors of a kind that computes otherwise."""
+    for x in tensors:  # before each call of a kernel, so no generator
+        if type(x) not in (torch.Tensor, nn.Parameter) or x.dtype is not torch.float32 or not x.is_cpu:
+            return False
+    return True
+
+
 Argument = torch.Tensor | int | float | None
 
 # what a run of calls may have: its number is the kernel's in `cpu_calls.c`
@@ -87,7 +96,7 @@ class KernelCall:
 
     def __call__(self) -> None:
         """Errors: MemoryError if there is none for what the kernel computes with."""
-        given = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in self.arguments)
+        given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in self.arguments]
         check(getattr(library(), self.kernel)(*given))
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from rldsl.backends.torch.kernels import c_compiler
+from rldsl.backends.torch.kernels import c_compiler, operators
 from rldsl.backends.torch.kernels.cpu_kernels import UNBOUNDED
+from rldsl.backends.torch.kernels.kernel_library import are_plain
 
 SOURCE = Path(__file__).with_name("ordered_kernels.c")
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
@@ -68,15 +69,15 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def rotates(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether `rotary` takes these."""
-    return (all(type(t) is torch.Tensor and t.dtype == torch.float32 and t.device.type == "cpu" for t in (x, cos, sin))
-            and x.dim() == 4 and len(x) == 1 and x.stride(-1) == 1 and x.shape[-1] % 2 == 0 and cos.is_contiguous()
+    return (are_plain(x, cos, sin) and x.dim() == 4
+            and len(x) == 1 and x.stride(-1) == 1 and x.shape[-1] % 2 == 0 and cos.is_contiguous()
             and sin.is_contiguous() and cos.shape == sin.shape == (1, *x.shape[2:]) and available())
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x * cos + rotate_half(x) * sin, without a gradient. x: [1, heads, T, D]; cos, sin: [1, T, D]. The
     result has tokens before heads in memory."""
-    out: torch.Tensor = torch.ops.rldsl.ordered_rotary(x, cos, sin)
+    out: torch.Tensor = operators.call(torch.ops.rldsl.ordered_rotary, _rotate, x, cos, sin)
     return out
 
 
@@ -86,8 +87,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `decode_attention` takes these."""
     return (q.shape[-1] in HEAD_SIZES and q.shape[-1] == v.shape[-1]
-            and all(type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
-                    and x.stride(-1) == 1 for x in (q, k, v)) and available())
+            and are_plain(q, k, v) and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and available())
 
 
 def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
@@ -99,10 +99,11 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: to
     columns = -(-kv_len // TILE) * TILE
     # what is after the last weight fills a block: the last elements of an operation must not differ from the others
     weights = q.new_empty(-(-sequences * heads * columns // KEYS) * KEYS)
-    torch.ops.rldsl.decode_scores(q, k, v, keys, values, positions, scale, window or UNBOUNDED, kv_len, weights)
+    operators.call(torch.ops.rldsl.decode_scores, _scores, q, k, v, keys, values, positions, scale,
+                   window or UNBOUNDED, kv_len, weights)
     weights.exp_()
     out = q.new_empty(sequences, heads, size)
-    torch.ops.rldsl.decode_values(weights, values, positions, window or UNBOUNDED, kv_len, out)
+    operators.call(torch.ops.rldsl.decode_values, _values, weights, values, positions, window or UNBOUNDED, kv_len, out)
     return out
 
 

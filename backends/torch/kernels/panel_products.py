@@ -13,23 +13,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from rldsl.backends.torch.kernels.kernel_library import KernelCall, available
+from rldsl.backends.torch.kernels import operators
+from rldsl.backends.torch.kernels.kernel_library import KernelCall, are_plain, available
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether `panel_product` computes x [n, k] @ weight [m, k].T + bias [m]. The first call may compile it."""
     return (x.numel() > 0 and weight.numel() > 0 and 1 in x.stride() and 1 in weight.stride()
-            and (bias is None or bias.is_contiguous())
-            and all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == torch.float32 and t.device.type == "cpu"
-                    for t in (x, weight, *(() if bias is None else (bias,))))
+            and are_plain(x, weight) and (bias is None or are_plain(bias) and bias.is_contiguous())
             and not torch.is_autocast_enabled("cpu") and available())
 
 
 def panel_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [n, k] @ weight [m, k].T + bias [m] -> [n, m], without a gradient."""
-    out: torch.Tensor = torch.ops.rldsl.panel_product(x, weight, bias)
+    out: torch.Tensor = operators.call(torch.ops.rldsl.panel_product, _multiply, x, weight, bias)
     return out
 
 
@@ -44,13 +42,13 @@ def add_panel_product(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 
 def _call(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
           adds: bool = False) -> KernelCall:
-    (rows, size), columns = x.shape, len(weight)
+    (rows, size), columns = x.shape, weight.shape[0]
     return KernelCall("panel_products", (x, *x.stride(), weight, *weight.stride()[::-1], bias, rows, columns, size,
                                          int(adds), out))
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = x.new_empty(len(x), len(weight))
+    out = x.new_empty(x.shape[0], weight.shape[0])
     _call(out, x, weight, bias)()
     return out
 

@@ -24,6 +24,7 @@ from torch import nn
 from rldsl.backends.torch.kernels import few_row_products, panel_products
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.held_gradients import held_gradient, parameter_of
+from rldsl.backends.torch.kernels.kernel_library import are_plain
 
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
 TILE = 256, 1024               # rows and columns of a product with many columns that MKL computes at once
@@ -144,10 +145,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     out: torch.Tensor
     if not torch.is_grad_enabled() and few_row_products.takes(rows, weight, bias):
         out = few_row_products.few_row_product(rows, weight, bias)
-    elif _adds_gradients(rows, weight) or _is_multiplied_here(rows, weight, bias):
-        out = _Linear.apply(rows, weight, bias)
-    else:
+    elif not _adds_gradients(rows, weight) and not _is_multiplied_here(rows, weight, bias):
         return F.linear(x, weight, bias)
+    else:
+        out = _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _multiplied(rows, weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
@@ -223,9 +224,7 @@ def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _are_plain(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether they are tensors of float32 on a CPU that nothing else computes with."""
-    return (all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
-                for x in (a, b))
-            and not torch.is_autocast_enabled("cpu"))
+    return are_plain(a, b) and not torch.is_autocast_enabled("cpu")
 
 
 def _onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

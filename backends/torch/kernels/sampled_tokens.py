@@ -8,36 +8,48 @@ there is none (`takes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from rldsl.backends.torch.kernels.kernel_library import available, library
 
-# of what a slot has, in the order of the arguments in C, and of the other tensors
+# of what a slot has and of what a response has, in the order of the arguments in C
 SLOT_DTYPES = (torch.int64, torch.int64, torch.int64, torch.float32, torch.bool, torch.bool)
-DTYPES = (torch.int64, torch.float32, *SLOT_DTYPES, torch.int64, torch.int64, torch.float32)
+RESPONSE_DTYPES = (torch.int64, torch.float32, torch.int64, torch.bool)
 
 
 def takes(device: torch.device) -> bool:
-    """Whether `append` works there. The first call may compile it."""
+    """Whether an `Appender` works there. The first call may compile it."""
     return device.type == "cpu" and available()
 
 
-def append(slots: Sequence[torch.Tensor], first: int, tokens: torch.Tensor, logprobs: torch.Tensor, ends: torch.Tensor,
-           responses: torch.Tensor, response_logprobs: torch.Tensor) -> None:
-    """Give slots from `first` on their tokens, and append these to the responses of their sequences where they are
-    active.
-
-    slots: [slots] each: number of the sequence, tokens that it has, its last token, that one's log-prob, whether it is
-    active, whether it has ended. tokens: [count] int64. logprobs: [count] float32. ends: [E] int64, tokens that end a
-    sequence. responses [sequences, M + 1] int64 and response_logprobs, float32: column M takes what is dropped.
+@dataclass(frozen=True, slots=True, repr=False)  # tensors are long to print
+class Appender:
+    """Gives slots their tokens, and appends these to the responses of the sequences that are active there.
     Errors: ValueError for tensors of other dtypes or shapes, or with gaps."""
-    count, columns = len(tokens), len(slots[0])
-    given = (tokens, logprobs, *slots, ends, responses, response_logprobs)
-    if (tuple(x.dtype for x in given) != DTYPES or not all(x.is_contiguous() for x in given)
-            or len(logprobs) != count or not 0 <= first <= columns - count or any(len(x) != columns for x in slots)
-            or responses.shape != response_logprobs.shape):
-        raise ValueError("sampled tokens: tensors of other dtypes or shapes")
-    library().append_sampled(tokens.data_ptr(), logprobs.data_ptr(), first, count, *(x.data_ptr() for x in slots),
-                             ends.data_ptr(), len(ends), responses.shape[1], responses.data_ptr(),
-                             response_logprobs.data_ptr())
+
+    # [slots] each: number of the sequence, tokens that it has, its last token, that one's log-prob, whether it is
+    # active, whether it has ended
+    slots: Sequence[torch.Tensor]
+    # tokens and log-probs [sequences, M + 1], whose column M takes what is dropped; and, as soon as a sequence is
+    # active no more, its length and whether it has ended, [sequences] each
+    responses: Sequence[torch.Tensor]
+    ends: torch.Tensor  # [E] int64: tokens that end a sequence
+
+    def __post_init__(self) -> None:
+        given, (tokens, logprobs, lengths, have_ended) = (*self.slots, *self.responses, self.ends), self.responses
+        if (tuple(x.dtype for x in given) != (*SLOT_DTYPES, *RESPONSE_DTYPES, torch.int64)
+                or not all(x.is_contiguous() for x in given) or len({x.shape for x in self.slots}) != 1
+                or tokens.shape != logprobs.shape or not len(tokens) == len(lengths) == len(have_ended)):
+            raise ValueError("sampled tokens: tensors of other dtypes or shapes")
+
+    def __call__(self, first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """For slots from `first` on. tokens: [count] int64. logprobs: [count] float32."""
+        (count,), (columns,) = tokens.shape, self.slots[0].shape
+        if (tokens.dtype is not torch.int64 or logprobs.dtype is not torch.float32 or logprobs.shape != tokens.shape
+                or not (tokens.is_contiguous() and logprobs.is_contiguous()) or not 0 <= first <= columns - count):
+            raise ValueError("sampled tokens: tensors of other dtypes or shapes")
+        library().append_sampled(tokens.data_ptr(), logprobs.data_ptr(), first, count,
+                                 *[x.data_ptr() for x in self.slots], self.ends.data_ptr(), self.ends.shape[0],
+                                 self.responses[0].shape[1], *[x.data_ptr() for x in self.responses])
