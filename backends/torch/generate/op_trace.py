@@ -24,7 +24,15 @@ from typing import Any, Literal
 import torch
 
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
-from rldsl.backends.torch.kernels import cpu_kernels, cpu_sampling, few_row_products, ordered_kernels, panel_products
+from rldsl.backends.torch.kernels import (
+    cpu_kernels,
+    cpu_lookups,
+    cpu_rotary,
+    cpu_sampling,
+    few_row_products,
+    ordered_kernels,
+    panel_products,
+)
 from rldsl.backends.torch.kernels.kernel_library import joined
 from rldsl.backends.torch.kernels.opaque_calls import (
     CallRecorder,
@@ -53,7 +61,8 @@ WRITERS: dict[Op, Callable[[torch.Tensor, Any], Callable[[], Any]]] = {
     torch.ops.aten.new_zeros.default: lambda out, args: out.zero_,
     torch.ops.aten.new_full.default: lambda out, args: partial(out.fill_, args[2]),
     torch.ops.aten.scalar_tensor.default: lambda out, args: partial(out.fill_, args[0]),
-} | cpu_kernels.INTO | cpu_sampling.INTO | few_row_products.INTO | ordered_kernels.INTO | panel_products.INTO
+} | cpu_kernels.INTO | cpu_rotary.INTO | cpu_sampling.INTO | few_row_products.INTO | ordered_kernels.INTO \
+  | panel_products.INTO
 PLAIN = cpu_kernels.PLAIN | ordered_kernels.PLAIN | shared_memory.PLAIN  # of our own operators
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)  # of memory that something fills
 
@@ -172,8 +181,8 @@ class _Tracer(CallRecorder):
                 self.ops.append(PLAIN[func](*args) if func in PLAIN else partial(op, *args, **kwargs))
             elif (write := WRITERS.get(func)) is not None:
                 self.ops.append(write(out, args))
-            elif func is torch.ops.aten.add.Tensor and not kwargs and cpu_kernels.adds(args[0], args[1], out):
-                self.ops.append(cpu_kernels.add_call(out, *args))
+            elif not kwargs and func in cpu_lookups.CALLS and (call := cpu_lookups.CALLS[func](out, args)) is not None:
+                self.ops.append(call)
             elif func is torch.ops.aten.embedding.default and args[1].is_contiguous():
                 # its own variant with `out` takes ten times as long
                 self.ops.append(partial(torch.index_select, args[0], 0, args[1].view(-1), out=out.flatten(0, -2)))

@@ -23,6 +23,10 @@ static int run_call(const int64_t *call) {
                               n[13], n[14], n[15], n[16], n[17], number(n[18]), n[19], AT(20));
     case 5: return few_row_product(AT(0), n[1], AT(2), AT(3), n[4], n[5], n[6], AT(7));
     case 6: return few_row_sample(AT(0), n[1], AT(2), AT(3), n[4], n[5], n[6], number(n[7]), AT(8), AT(9));
+    case 7: rotary_angles(AT(0), AT(1), n[2], n[3], number(n[4]), AT(5), AT(6)); return 0;
+    case 8: add_integers(AT(0), AT(1), n[2], AT(3)); return 0;
+    case 9: return select_rows(AT(0), n[1], n[2], AT(3), n[4], AT(5));
+    case 10: return select_columns(AT(0), n[1], AT(2), n[3], AT(4));
     default: return 1;
   }
 #undef AT

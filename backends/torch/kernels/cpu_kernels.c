@@ -357,10 +357,12 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
   return 0;
 }
 
+#include "cpu_angles.c"
 #include "cpu_attention.c"
 #include "cpu_optimizers.c"
 #include "cpu_panels.c"
 #include "cpu_heads.c"
+#include "cpu_lookups.c"
 #include "cpu_products.c"
 #include "cpu_sampled_tokens.c"
 #include "cpu_calls.c"

@@ -176,19 +176,6 @@ def _attend(*arguments: Any) -> None:
     _attend_call(*arguments)()
 
 
-# ------------------------------------------------------------------------------------------------------------- sums
-
-
-def adds(a: Any, b: Any, out: torch.Tensor) -> bool:
-    """Whether `add_call` adds these into `out`."""
-    return isinstance(b, torch.Tensor) and a.shape == b.shape == out.shape and takes(a, b, out)
-
-
-def add_call(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> KernelCall:
-    """a + b, bit for bit torch's."""
-    return KernelCall("add", (a, b, out.numel(), out))
-
-
 # -------------------------------------------------------------------------------------------------------- operators
 
 _OPERATORS = torch.library.Library("rldsl", "DEF")

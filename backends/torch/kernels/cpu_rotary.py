@@ -1,19 +1,20 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) on CPUs: three passes over memory forward and three
-backward, where the steps of `x * cos + rotate_half(x) * sin` take ten.
+backward, where the steps of `x * cos + rotate_half(x) * sin` take ten; and their angles.
 
-In: float32 queries and keys, halves of whose heads are rotated. Out: the rotated ones. Nothing of them is kept for the
-gradient, which is the rotation by the opposite angles.
+In: float32 queries and keys, halves of whose heads are rotated; positions and frequencies. Out: the rotated ones;
+cosines and sines. Nothing of queries and keys is kept for the gradient, which is the rotation by the opposite angles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from rldsl.backends.torch.kernels import cpu_kernels
+from rldsl.backends.torch.kernels import cpu_kernels, operators
 from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.backends.torch.kernels.kernel_library import are_plain
+from rldsl.backends.torch.kernels.kernel_library import KernelCall, are_plain, available
 
 
 class CpuRotary(Function):
@@ -57,3 +58,40 @@ def takes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (q, k, cos, sin)) and all(
         x.dim() == 4 and len(x) == 1 and x.shape[-2:] == cos.shape[-2:] and x.shape[-1] % 2 == 0
         for x in (q, k)) and cos.dim() == 3 and len(cos) == 1 and not (cos.requires_grad or sin.requires_grad)
+
+
+# ----------------------------------------------------------------------------------------------------------- angles
+
+
+def has_angles(positions: torch.Tensor, frequencies: torch.Tensor) -> bool:
+    """Whether `angles` computes these."""
+    return (type(positions) is torch.Tensor and positions.dtype is torch.int64 and positions.is_cpu
+            and positions.is_contiguous() and are_plain(frequencies) and frequencies.is_contiguous() and available())
+
+
+def angles(positions: torch.Tensor, frequencies: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosines and the sines of position * frequency, times `scaling`, twice in a row: [..., 2 F] each.
+    positions: [...] int64; frequencies: [F]."""
+    out: tuple[torch.Tensor, torch.Tensor] = operators.call(torch.ops.rldsl.rotary_angles, _angles, positions,
+                                                            frequencies, scaling)
+    return out
+
+
+def _angles_call(out: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor, frequencies: torch.Tensor,
+                 scaling: float) -> KernelCall:
+    return KernelCall("rotary_angles", (positions, frequencies, positions.numel(), len(frequencies), scaling, *out))
+
+
+def _angles(positions: torch.Tensor, frequencies: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = (frequencies.new_empty(*positions.shape, 2 * len(frequencies)) for _ in range(2))
+    _angles_call((cos, sin), positions, frequencies, scaling)()
+    return cos, sin
+
+
+_OPERATORS = torch.library.Library("rldsl", "FRAGMENT")
+_OPERATORS.define("rotary_angles(Tensor positions, Tensor frequencies, float scaling) -> (Tensor, Tensor)")
+_OPERATORS.impl("rotary_angles", _angles, "CPU")
+
+# as that of `cpu_kernels`
+INTO: dict[Any, Callable[[Any, Any], Callable[[], Any]]] = {
+    torch.ops.rldsl.rotary_angles.default: lambda out, args: _angles_call(tuple(out), *args)}

@@ -3,9 +3,9 @@
 #include <stdint.h>
 
 /* Give `count` slots from `first` on their tokens, and append them to the responses of their sequences where these are
-   active: `responses` and their log-probs are [sequences, width], whose last column takes what is dropped. A sequence that
-   is active no more gets its length, and whether it has ended, in `lengths` and `have_ended`. ends [num_ends]: tokens
-   that end a sequence */
+   active: `responses` and their log-probs are [sequences, width], whose last column takes what is dropped. A sequence
+   that is active no more gets its length, and whether it has ended, in `lengths` and `have_ended`. ends [num_ends]:
+   tokens that end a sequence */
 void append_sampled(const int64_t *tokens, const float *logprobs, int64_t first, int64_t count, const int64_t *seq_id,
                     int64_t *num_generated, int64_t *token, float *logprob, uint8_t *active, uint8_t *finished,
                     const int64_t *ends, int64_t num_ends, int64_t width, int64_t *responses,

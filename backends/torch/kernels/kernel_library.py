@@ -31,6 +31,7 @@ ARGUMENTS = {
     "rms_norm": (POINTER, POINTER, INT, INT, FLOAT, POINTER, POINTER),
     "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, INT, INT, POINTER, POINTER),
     "rotary": (POINTER, INT, INT, POINTER, POINTER, INT, INT, INT, ctypes.c_int, POINTER),
+    "rotary_angles": (POINTER, POINTER, INT, INT, FLOAT, POINTER, POINTER),
     "gated_product": (POINTER, POINTER, INT, POINTER),
     "gated_product_backward": (POINTER, POINTER, POINTER, INT, POINTER, POINTER),
     "exp_sums": (POINTER, POINTER, INT, INT, POINTER),
@@ -43,6 +44,9 @@ ARGUMENTS = {
     "few_row_sample": (POINTER, INT, POINTER, POINTER, INT, INT, INT, FLOAT, POINTER, POINTER),
     "add_transposed": (POINTER, INT, INT, POINTER),
     "add": (POINTER, POINTER, INT, POINTER),
+    "add_integers": (POINTER, POINTER, INT, POINTER),
+    "select_rows": (POINTER, INT, INT, POINTER, INT, POINTER),
+    "select_columns": (POINTER, INT, POINTER, INT, POINTER),
     "adamw": (*(POINTER,) * 4, INT, POINTER),
     "panel_products": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, INT, ctypes.c_int, POINTER),
     "head_statistics": (POINTER, POINTER, POINTER, INT, INT, INT, FLOAT, *(POINTER,) * 5),
@@ -53,9 +57,9 @@ ARGUMENTS = {
     "attention": (*(POINTER, INT, INT) * 3, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, POINTER, POINTER),
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),
 }
-CANNOT_FAIL = ("rms_norm", "rotary", "gated_product", "gated_product_backward", "add", "add_transposed", "adamw",
-               "append_sampled", "head_statistics", "head_gradients", "exp_sums", "softmax_sums",
-               "scaled_probabilities", "sample")
+CANNOT_FAIL = ("rms_norm", "rotary", "rotary_angles", "gated_product", "gated_product_backward", "add", "add_integers",
+               "add_transposed", "adamw", "append_sampled", "head_statistics", "head_gradients", "exp_sums",
+               "softmax_sums", "scaled_probabilities", "sample")
 
 
 @cache
@@ -83,7 +87,9 @@ def are_plain(*tensors: torch.Tensor) -> bool:
 Argument = torch.Tensor | int | float | None
 
 # what a run of calls may have: its number is the kernel's in `cpu_calls.c`
-IN_RUNS = ("rms_norm", "rotary", "gated_product", "add", "decode_attention", "few_row_product", "few_row_sample")
+IN_RUNS = ("rms_norm", "rotary", "gated_product", "add", "decode_attention", "few_row_product", "few_row_sample",
+           "rotary_angles", "add_integers", "select_rows", "select_columns")
+OUT_OF_RANGE = 2  # what a kernel returns that reads no row of a table
 SLOTS = 24  # of a call in a run: the kernel's number and its arguments
 
 
@@ -152,6 +158,9 @@ def _bits(x: float) -> int:
 
 
 def check(failed: object) -> None:
-    """failed: what a kernel returns, None if it cannot fail. Errors: MemoryError if it has failed."""
+    """failed: what a kernel returns, None if it cannot fail. Errors: IndexError if it was to look up what a table does
+    not have; MemoryError if it has failed otherwise."""
+    if failed == OUT_OF_RANGE:
+        raise IndexError("an index is out of range")
     if failed:
         raise MemoryError("no memory for what a kernel computes with")

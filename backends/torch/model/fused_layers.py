@@ -21,8 +21,9 @@ from torch import nn
 
 from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.backends.torch.kernels.cpu_rotary import rotate, takes
+from rldsl.backends.torch.kernels.cpu_rotary import angles, has_angles, rotate, takes
 
+FIXED_FREQUENCIES = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on how many there are
 ROTARY = "apply_rotary_pos_emb"  # what transformers calls it in the modules of all families
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -37,7 +38,7 @@ def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str
     """Replace the forward of modules on a GPU where Triton can be used, and on a CPU. Returns their names.
     norms: names of those that are root-mean-square norms with a plain weight."""
     if device.type == "cpu":
-        return [*_fuse_rotary(skeleton, cpu_rotary), *_fuse_gates(skeleton)]
+        return [*_fuse_angles(skeleton), *_fuse_rotary(skeleton, cpu_rotary), *_fuse_gates(skeleton)]
     if device.type != "cuda" or find_spec("triton") is None:
         return []
     fused = []
@@ -68,6 +69,44 @@ def fuse_ordered_layers(skeleton: nn.Module) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------ rotary embeddings
+
+
+def _fuse_angles(skeleton: nn.Module) -> list[str]:
+    """Compute the cosines and sines of positions on a CPU in one kernel. Returns the names of modules that do it."""
+    fused = []
+    for name, module in skeleton.named_modules():
+        if getattr(module, "rope_type", None) in FIXED_FREQUENCIES and _computes_angles(module):
+            module.forward = partial(angles_forward, module, module.forward)
+            fused.append(name)
+    return fused
+
+
+def angles_forward(module: Any, plain: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *more: Any,
+                   **options: Any) -> Any:
+    """What `plain` computes: cosines and sines of position_ids [B, T], [B, T, D] each with x's dtype."""
+    if more or options or x.dtype is not torch.float32 or not has_angles(position_ids, module.inv_freq):
+        return plain(x, position_ids, *more, **options)
+    return angles(position_ids, module.inv_freq, float(module.attention_scaling))
+
+
+@torch.no_grad()
+def _computes_angles(module: nn.Module) -> bool:
+    """Whether a module computes what the kernel does, tried with frequencies in place of its own."""
+    frequencies = module._buffers.get("inv_freq")
+    if frequencies is None or not isinstance(getattr(module, "attention_scaling", None), int | float):
+        return False
+    trial: Any = copy(module)
+    trial._buffers = dict.fromkeys(module._buffers, torch.logspace(0, -4, len(frequencies), device="cpu"))
+    positions = torch.tensor([[0, 1, 2, 3, 100, 1000, 8191]], device="cpu")
+    if not has_angles(positions, trial.inv_freq):
+        return False
+    try:
+        found = trial(torch.zeros(1, 7, 8, device="cpu"), positions)
+    except Exception:  # a module with another signature
+        return False
+    expected = angles(positions, trial.inv_freq, float(trial.attention_scaling))
+    return isinstance(found, tuple) and len(found) == 2 and all(
+        a.shape == b.shape and torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
 def _fuse_rotary(skeleton: nn.Module, function: Callable[..., Any], exact: bool = False) -> list[str]:
