@@ -70,6 +70,8 @@ def call(name: str, size: int) -> list[Any]:
         "select_rows": lambda: [read(9, size), 9, size, integers(9), n, written(n, size)],
         "select_columns": lambda: [Read(torch.rand(n, size, dtype=torch.float64)), size, integers(size), n,
                                    Written(torch.zeros(n, dtype=torch.float64))],
+        "write_tokens": lambda: [read(2, n, size), *heads, n, integers(n), integers(n), integers(4), n, 2, size,
+                                 written(n, 2, 4, size), n, 4],
         "gated_product": lambda: [read(size), read(size), size, written(size)],
         "gated_product_backward": lambda: [*(read(size) for _ in range(3)), size, written(size), written(size)],
         "exp_sums": lambda: [read(n, size), Read(torch.full((n,), 4.0)), n, size, written(n)],

@@ -165,7 +165,11 @@ class PrefillAttention(VarlenAttention):
         self.source = starts[prompt].repeat_interleave(copied) + column if repeats else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
-        self.cache.write(layer, k, v, self.places, self.source)
+        if self.cache.heads_first and all(map(cpu_kernels.writes, self.cache.layer(layer, k, v), (k, v))):
+            for cache, x in zip(self.cache.layer(layer, k, v), (k, v), strict=True):
+                cpu_kernels.write_tokens(cache, x, *self.places, self.source)
+        else:
+            self.cache.write(layer, k, v, self.places, self.source)
         return super().attend(layer, q, k, v, scores)
 
     def by_rows(self, place: int, run: RowFunction, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

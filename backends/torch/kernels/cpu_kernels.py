@@ -176,6 +176,28 @@ def _attend(*arguments: Any) -> None:
     _attend_call(*arguments)()
 
 
+# -------------------------------------------------------------------------------------------------------- KV cache
+
+
+def writes(cache: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether `write_tokens` takes these."""
+    return are_plain(cache, x) and x.stride(-1) == 1 and cache.transpose(1, 2).is_contiguous() and available()
+
+
+def write_tokens(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor,
+                 source: torch.Tensor | None) -> None:
+    """cache[slots[i], columns[i]] = x[:, source[i]] (x[:, i] without `source`). cache: [S, W, K, D], in memory
+    [S, K, W, D]; x: [K, T, D]; slots, columns, source: [n] int64. Not for steps that are captured.
+    Errors: IndexError for a place that there is not; ValueError for other shapes and dtypes."""
+    (heads, tokens, size), (num_slots, width, *rest), places = x.shape, cache.shape, (slots, columns)
+    places = places if source is None else (*places, source)
+    if rest != [heads, size] or any(p.dtype is not torch.int64 or p.shape != slots.shape or not p.is_contiguous()
+                                    or not p.is_cpu for p in places):
+        raise ValueError(f"tokens {tuple(x.shape)} do not go to a cache {tuple(cache.shape)} at such places")
+    check(library().write_tokens(x.data_ptr(), x.stride(0), x.stride(1), tokens, _pointer(source), slots.data_ptr(),
+                                 columns.data_ptr(), slots.numel(), heads, size, cache.data_ptr(), num_slots, width))
+
+
 # -------------------------------------------------------------------------------------------------------- operators
 
 _OPERATORS = torch.library.Library("rldsl", "DEF")

@@ -47,6 +47,7 @@ ARGUMENTS = {
     "add_integers": (POINTER, POINTER, INT, POINTER),
     "select_rows": (POINTER, INT, INT, POINTER, INT, POINTER),
     "select_columns": (POINTER, INT, POINTER, INT, POINTER),
+    "write_tokens": (POINTER, INT, INT, INT, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT, INT),
     "adamw": (*(POINTER,) * 4, INT, POINTER),
     "panel_products": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, INT, ctypes.c_int, POINTER),
     "head_statistics": (POINTER, POINTER, POINTER, INT, INT, INT, FLOAT, *(POINTER,) * 5),
