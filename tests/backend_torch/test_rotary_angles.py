@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
 from rldsl.backends.torch.kernels import cpu_rotary, kernel_library
 from rldsl.backends.torch.model.fused_layers import fuse_layers
@@ -102,6 +104,17 @@ def test_frequencies_that_depend_on_the_length_are_left_to_the_family(kind: str)
     for length in (10, 400):
         x, positions = torch.zeros(1, 1, 64), torch.arange(length)[None]
         assert torch.equal(module["rotary_emb"](x, positions)[0], expected["rotary_emb"](x, positions)[0])
+
+
+def test_positions_in_images() -> None:
+    """They have a dimension for time, height and width, of which a family takes sections."""
+    config = Qwen2_5_VLTextConfig(hidden_size=64, num_attention_heads=4, rope_parameters={
+        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]})
+    module = nn.ModuleDict({"rotary_emb": Qwen2_5_VLRotaryEmbedding(config)})
+    x, positions = torch.zeros(1, 1, 64), torch.randint(100, (3, 1, 9))
+    plain = module["rotary_emb"](x, positions)
+    fuse_layers(module, CPU)
+    assert all(map(torch.equal, plain, module["rotary_emb"](x, positions)))
 
 
 class Interleaved(LlamaRotaryEmbedding):
