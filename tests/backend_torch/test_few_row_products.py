@@ -116,10 +116,17 @@ def test_a_run_of_kernels_is_one_call() -> None:
             ["rms_norm", "gated_product", "few_row_product", "add"] * 2
         x.normal_()
         assert torch.equal(captured()[0], step()[0])
-        captured.storage.release_memory()
-        weight.data = torch.randn(16, 16)
-        captured.storage.allocate_memory()
+        weight.data = torch.randn(16, 16)  # what the trace has not made may move at any time
         assert torch.equal(captured()[0], step()[0])
+        places = [x.data_ptr() for x in run.tensors]
+        captured.release_memory()
+        assert not captured.has_memory
+        weight.data = torch.randn(16, 16)
+        between = [torch.zeros(8, 16) for _ in run.tensors]  # where its memory was
+        captured.allocate_memory()
+        assert torch.equal(captured()[0], step()[0]) and [x.data_ptr() for x in run.tensors] != places
+        assert not any(x.any() for x in between)
+        assert {*map(id, run.watched)} == {id(x), id(norm), id(weight)}
 
 
 def test_whole_numbers_where_the_kernel_has_fractions() -> None:

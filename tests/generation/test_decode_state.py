@@ -94,7 +94,7 @@ def test_a_state_between_calls_has_no_memory(shard: Any) -> None:
     (state,) = states.values()
     traces = [t for t in state.decode_steps.captures.values() if not isinstance(t, int)]
     held = [x for pair in state.cache.layers.values() for x in pair] + [state.slots.draws, state.responses.tokens]
-    assert traces and not state.decode_steps.with_memory and not any(t.storage.has_memory for t in traces)
+    assert traces and not state.decode_steps.with_memory and not any(t.has_memory for t in traces)
     assert all(x.untyped_storage().nbytes() == 0 for x in (*held, *(x for t in traces for x in t.out)))
 
 

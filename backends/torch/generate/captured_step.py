@@ -113,16 +113,16 @@ class CapturedSteps:
     def release_memory(self) -> None:
         """Give the memory of all captures back until they are used again."""
         for captured in self.with_memory.values():
-            captured.storage.release_memory()
+            captured.release_memory()
         self.with_memory.clear()
 
     def _allocate_memory(self, key: Hashable, captured: OpTrace) -> None:
-        if self.with_memory.pop(key, None) is None and not captured.storage.has_memory:
-            captured.storage.allocate_memory()
+        if self.with_memory.pop(key, None) is None and not captured.has_memory:
+            captured.allocate_memory()
         self.with_memory[key] = captured
         # the last result of each group is still read: with several captures per group it is never the oldest
         if len(self.with_memory) > MAX_CAPTURES_WITH_MEMORY * self.num_groups:
-            self.with_memory.pop(next(iter(self.with_memory))).storage.release_memory()
+            self.with_memory.pop(next(iter(self.with_memory))).release_memory()
 
     def _capture(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
         if self.device.type != "cpu":

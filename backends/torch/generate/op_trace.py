@@ -17,7 +17,7 @@ Errors: NotTraceable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from rldsl.backends.torch.kernels import (
     ordered_kernels,
     panel_products,
 )
-from rldsl.backends.torch.kernels.kernel_library import joined
+from rldsl.backends.torch.kernels.kernel_library import KernelRun, joined
 from rldsl.backends.torch.kernels.opaque_calls import (
     CallRecorder,
     OpaqueFunction,
@@ -78,10 +78,26 @@ class NotTraceable(Exception):
 class OpTrace:
     """A captured function: the operators that it ran."""
 
-    def __init__(self, ops: list[Callable[[], Any]], out: Outputs, storage: ReleasableStorage):
-        self.ops = ops          # operators with all of their arguments, in order
-        self.out = out          # where the function's results are after each run
-        self.storage = storage  # the memory of what the operators make, which each run writes anew
+    def __init__(self, ops: Sequence[Callable[[], Any]], out: Outputs, made: Mapping[int, torch.Tensor]):
+        """ops: operators with all of their arguments, in order. made: storage -> a tensor of it, of all that the
+        operators make and each run writes anew."""
+        self.ops = joined(ops, made.keys())
+        self.out = out  # where the function's results are after each run
+        self._made = ReleasableStorage(made.values())
+
+    @property
+    def has_memory(self) -> bool:
+        """For what the operators make. Without it the trace cannot run."""
+        return self._made.has_memory
+
+    def release_memory(self) -> None:
+        self._made.release_memory()
+
+    def allocate_memory(self) -> None:
+        self._made.allocate_memory()
+        for op in self.ops:
+            if isinstance(op, KernelRun):
+                op.locate()
 
     def __call__(self) -> Outputs:
         _run(self.ops)
@@ -116,7 +132,7 @@ def trace(function: Callable[[], Outputs]) -> tuple[Outputs, OpTrace]:
         out = function()
     if tracer.refused:
         raise NotTraceable(tracer.refused, out)
-    return out, OpTrace(joined(tracer.ops), out, ReleasableStorage(tracer.made.values()))
+    return out, OpTrace(tracer.ops, out, tracer.made)
 
 
 class _Tracer(CallRecorder):

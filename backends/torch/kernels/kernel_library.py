@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -109,18 +109,21 @@ class KernelCall:
 
 @dataclass(slots=True, repr=False)
 class KernelRun:
-    """Calls that one call of C makes. Tensors may have other memory each time."""
+    """Calls that one call of C makes. Tensors may have other memory each time; of those in `announced`, whoever moves
+    them calls `locate`, since looking at all of them takes a tenth of the time of small kernels."""
 
     calls: Sequence[KernelCall]
+    announced: Collection[int] = ()  # `_cdata` of the storages of tensors that move when somebody says so
     tensors: list[torch.Tensor] = field(init=False)  # arguments of all calls
+    watched: list[torch.Tensor] = field(init=False)  # those that are looked at each time
     slots: list[tuple[int, int]] = field(init=False)  # (slot, tensor) of all pointers
-    pointers: list[int] = field(init=False)  # of the tensors, as they are in the table
+    pointers: list[int] = field(init=False)  # of what is watched, as they are in the table
     table: Any = field(init=False)  # [calls * SLOTS] int64
 
     def __post_init__(self) -> None:
         self.table = (INT * (len(self.calls) * SLOTS))()
         number: dict[int, int] = {}  # id of a tensor -> its place in `tensors`
-        self.tensors, self.slots, self.pointers = [], [], []
+        self.tensors, self.slots = [], []
         for i, call in enumerate(self.calls):
             self.table[i * SLOTS] = IN_RUNS.index(call.kernel)
             for j, (x, kind) in enumerate(zip(call.arguments, ARGUMENTS[call.kernel], strict=True), i * SLOTS + 1):
@@ -131,24 +134,30 @@ class KernelRun:
                     self.slots.append((j, number[id(x)]))
                 else:
                     self.table[j] = _bits(x or 0) if kind is FLOAT else int(x or 0)
+        self.watched = [x for x in self.tensors if x.untyped_storage()._cdata not in self.announced]
+        self.locate()
+
+    def locate(self) -> None:
+        """Find out where all tensors are."""
+        pointers = [x.data_ptr() for x in self.tensors]
+        for slot, tensor in self.slots:
+            self.table[slot] = pointers[tensor]
+        self.pointers = [x.data_ptr() for x in self.watched]
 
     def __call__(self) -> None:
         """Errors: as those of the calls."""
-        pointers = [x.data_ptr() for x in self.tensors]
-        if pointers != self.pointers:
-            self.pointers = pointers
-            for slot, tensor in self.slots:
-                self.table[slot] = pointers[tensor]
+        if [x.data_ptr() for x in self.watched] != self.pointers:
+            self.locate()
         check(library().run_calls(self.table, len(self.calls)))
 
 
-def joined(steps: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """The steps, with one `KernelRun` in place of kernels that follow one another."""
+def joined(steps: Sequence[Callable[[], Any]], announced: Collection[int] = ()) -> list[Callable[[], Any]]:
+    """The steps, with one `KernelRun` in place of kernels that follow one another. announced: see there."""
     found: list[Callable[[], Any]] = []
     for runs, group in groupby(steps, lambda x: isinstance(x, KernelCall) and x.kernel in IN_RUNS):
         members = list(group)
         calls = [x for x in members if isinstance(x, KernelCall)]
-        found += [KernelRun(calls)] if runs and len(calls) > 1 else members
+        found += [KernelRun(calls, announced)] if runs and len(calls) > 1 else members
     return found
 
 

@@ -83,8 +83,8 @@ def _fuse_angles(skeleton: nn.Module) -> list[str]:
 
 def angles_forward(module: Any, plain: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *more: Any,
                    **options: Any) -> Any:
-    """What `plain` computes: cosines and sines of position_ids [B, T], [B, T, D] each with x's dtype. Positions in images
-    have a third dimension, which the family reads as it does."""
+    """What `plain` computes: cosines and sines of position_ids [B, T], [B, T, D] each with x's dtype. Positions in
+    images have a third dimension, which the family reads as it does."""
     fits = position_ids.dim() == 2 and x.dtype is torch.float32 and has_angles(position_ids, module.inv_freq)
     if more or options or not fits:
         return plain(x, position_ids, *more, **options)
