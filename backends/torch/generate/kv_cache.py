@@ -166,8 +166,9 @@ class PrefillAttention(VarlenAttention):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         if self.cache.heads_first and all(map(cpu_kernels.writes, self.cache.layer(layer, k, v), (k, v))):
+            slots, columns = self.places
             for cache, x in zip(self.cache.layer(layer, k, v), (k, v), strict=True):
-                cpu_kernels.write_tokens(cache, x, *self.places, self.source)
+                cpu_kernels.write_tokens(cache, x, slots, columns, self.source)
         else:
             self.cache.write(layer, k, v, self.places, self.source)
         return super().attend(layer, q, k, v, scores)
