@@ -54,7 +54,7 @@ ARGUMENTS = {
 }
 CANNOT_FAIL = ("rms_norm", "rotary", "gated_product", "gated_product_backward", "add", "add_transposed", "adamw",
                "append_sampled", "head_statistics", "head_gradients", "exp_sums", "softmax_sums",
-               "scaled_probabilities", "sample")
+               "scaled_probabilities")
 
 
 @cache
