@@ -19,7 +19,7 @@ from rldsl.diag import fail
 from rldsl.models import arithmetic, experts, hub, known
 from rldsl.models import directory as files
 from rldsl.models.cache import cached_record, entry_key
-from rldsl.models.execution import Execution
+from rldsl.models.execution import LOGIT_CAPS, Execution
 from rldsl.models.parameter_specs import layer_number, parameter_specs
 from rldsl.models.skeleton import Skeleton, build, first_line
 from rldsl.models.vision import layers_with_images, processor_digest, processor_problem, vision_family
@@ -182,7 +182,7 @@ def sizes_of(family: Family) -> Sizes:
                  family.recurrent or bool(family.by_rows) or family.reads_images, family.recurrences,
                  family.other_norms, family.towers, family.uncounted, family.expert_blocks,
                  config.get("attn_logit_softcapping", "null") != "null" or _has_sinks(family.params),
-                 family.gated_products)
+                 family.gated_products, any(json.loads(config.get(name, "null")) for name in LOGIT_CAPS))
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:

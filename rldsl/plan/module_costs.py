@@ -100,3 +100,4 @@ class Sizes:
     composed_scores: bool = False
     # whether MLPs of layers are modules that compute down(silu(gate(x)) * up(x)), for which backends have kernels
     gated_products: bool = False
+    capped_logits: bool = False  # whether a logit z counts as c * tanh(z / c)

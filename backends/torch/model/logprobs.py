@@ -175,6 +175,7 @@ class _TokenLogprobs(Function):
                                         not ctx.invariant)
                     del logits  # before the next table is made
                     grad = grad if derivative is None else grad.mul_(derivative)
+                    del derivative  # before the products are made
                 grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
                 if cuts is not None:
                     grad_hidden[part] = _in_blocks(grad, head, cuts)

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch.model import attention
-from rldsl.models.execution import Execution, body_name, execution, keep_weights, shared_name
+from rldsl.models.execution import LOGIT_CAPS, Execution, body_name, execution, keep_weights, shared_name
 from rldsl.models.vision import auto_class, vision_family
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
@@ -116,8 +116,7 @@ def logit_form(text: Any) -> tuple[float, float]:
     for name, inverse in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
         factor = float(getattr(text, name, None) or 1)
         scale *= 1 / factor if inverse else factor
-    caps = (getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap",
-                                                   "output_logit_soft_cap"))
+    caps = (getattr(text, name, None) for name in LOGIT_CAPS)
     return scale, float(next((cap for cap in caps if cap), 0))
 
 
