@@ -67,6 +67,11 @@ class Head:
         """Bytes per logit: the product, and the same in float32."""
         return 4 if self.compute == 4 else self.compute + 4
 
+    def samples_at_once(self, options: Sampling) -> bool:
+        """Whether on a CPU one kernel multiplies with the head and samples (`generate/sampling.py`), on one tp rank."""
+        return self.compute == self.stored == 4 and not self.invariant and not self.capped and not (
+            options.greedy or options.top_k or options.top_p < 1 or options.min_p or options.min_new_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Read:

@@ -80,6 +80,7 @@ class Family:
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out; "": nothing that is known
     expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a special form need in memory
+    rotates_halves: bool = False  # whether rotary embeddings rotate halves of what they get
     gated_products: bool = False  # whether MLPs of layers compute down(silu(gate(x)) * up(x)) as modules
 
 
@@ -132,6 +133,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
                   layers_with_images=layers_with_images(config), recurrences=skeleton.recurrences,
                   other_norms=skeleton.other_norms, towers=skeleton.towers, uncounted=skeleton.uncounted,
                   expert_blocks=skeleton.expert_blocks, gated_products=skeleton.gated_products,
+                  rotates_halves=skeleton.rotates_halves,
                   invariant_problem=_invariant_problem(config, how, params), **sizes)
 
 
@@ -182,7 +184,8 @@ def sizes_of(family: Family) -> Sizes:
                  family.recurrent or bool(family.by_rows) or family.reads_images, family.recurrences,
                  family.other_norms, family.towers, family.uncounted, family.expert_blocks,
                  config.get("attn_logit_softcapping", "null") != "null" or _has_sinks(family.params),
-                 family.gated_products, any(json.loads(config.get(name, "null")) for name in LOGIT_CAPS))
+                 family.gated_products, any(json.loads(config.get(name, "null")) for name in LOGIT_CAPS),
+                 family.rotates_halves and not any("partial_rotary_factor" in value for value in config.values()))
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
@@ -50,7 +51,14 @@ def _construct(config: Any, implementation: str | None) -> tuple[Any, Execution]
     with _parameters_on_meta(), no_init_weights():
         model = auto_class(config).from_config(config, attn_implementation=of, trust_remote_code=False)
     model.tie_weights()  # otherwise a part of the initialization
+    for module in model.modules():  # it looks at tokens on the host, so no decode step could be captured
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _warn_not  # type: ignore[method-assign]  # of a method
     return model, execution(model.get_submodule(body_name(model)), config)
+
+
+def _warn_not(*_: object) -> None:
+    """In the place of a warning that padded sequences need a mask: no sequence is padded without one here."""
 
 
 @contextmanager
