@@ -143,6 +143,19 @@ def test_few_logits_are_made_once(tables: list[int], temperature: float, compile
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_those_for_several_tokens_of_each_distribution_are_made_once(tables: list[int]) -> None:
+    hidden, weight, targets = given(torch.float32)
+    chosen = torch.stack((targets, (targets + 7) % 50, targets), 1)
+    found = token_logprobs(hidden, weight, chosen, 0.7, SINGLE_RANK, 0, chunk=16)[0]
+    expected = (hidden @ weight.T / 0.7).log_softmax(-1).gather(1, chosen)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    share = torch.linspace(-1, 2, found.numel()).view(found.shape)
+    got = torch.autograd.grad((found * share).sum(), (hidden, weight))
+    assert tables == [16, 16, 5]
+    for a, b in zip(got, torch.autograd.grad((expected * share).sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_they_are_made_again_for_a_second_gradient(tables: list[int]) -> None:
     tensors = given(torch.float32)
     found = token_logprobs(*tensors, 1.0, SINGLE_RANK, 0)[0]
