@@ -89,6 +89,20 @@ class StackActivations:
         return self.layers[0]
 
 
+class _Kernels(NamedTuple):
+    """Which operations of a layer take one kernel in decoding, which makes nothing but its result."""
+
+    gates: bool  # gated products
+    norms: bool  # of root mean squares
+    rotary: bool  # embeddings of queries and keys
+
+    @staticmethod
+    def of(model: Model, compute: int, stream: int, device: str) -> _Kernels:
+        there = device == "cpu" and compute == stream == 4 and not model.invariant
+        sizes = model.sizes
+        return _Kernels(there and sizes.gated_products, there and not sizes.other_norms, there and sizes.rotated_halves)
+
+
 def gates_are_fused(invariant: bool, compute: int, device: str) -> bool:
     """Whether a kernel computes gated products (`backends/torch/model/fused_layers.py`), which keeps their factors and
     no silu(gate). On CPUs `kernels/cpu_kernels.py` has it; without a C compiler, torch's operators keep more."""
@@ -105,7 +119,8 @@ def stack_activations(model: Model, layout: Layout, compute: int, stream: int, d
     fused = model.sizes.gated_products and gates_are_fused(model.invariant, compute, device)
     specs = tuple(p for p in (*model.params, *model.base) if p.stage == "layer")
     if not _layers_differ(model):
-        return StackActivations((_layer(model, layout, compute, stream, kind, fused, longest, specs, None, None),))
+        alike = _layer(model, layout, compute, stream, kind, fused, longest, device, specs, None, None)
+        return StackActivations((alike,))
     found: dict[object, LayerActivations] = {}
     layers = []
     for number in range(model.layers):
@@ -115,7 +130,7 @@ def stack_activations(model: Model, layout: Layout, compute: int, stream: int, d
                       if number in b.layers and b.itemsize == compute and b.trained == (not model.base)), None)
         key = states, block, tuple((p.name.replace(f".{number}.", ".{}.", 1), p.shape) for p in own)
         if key not in found:
-            found[key] = _layer(model, layout, compute, stream, kind, fused, longest, own, states, block)
+            found[key] = _layer(model, layout, compute, stream, kind, fused, longest, device, own, states, block)
         layers.append(found[key])
     return StackActivations(tuple(layers))
 
@@ -126,7 +141,7 @@ def _layers_differ(model: Model) -> bool:
         p.stage == "layer" and p.layer >= 0 for p in (*model.params, *model.base))
 
 
-def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, fused: bool, longest: int,
+def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, fused: bool, longest: int, device: str,
            specs: tuple[ParamSpec, ...], states: Recurrence | None, block: ExpertBlock | None) -> LayerActivations:
     """kind: of its attention. fused: whether a kernel computes the gated products of its MLP. specs: of the parameters
     of the layer. states: of its modules that carry a state. block: of experts in another form."""
@@ -183,7 +198,7 @@ def _layer(model: Model, layout: Layout, compute: int, stream: int, kind: Kind, 
     return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
                             both if layout.cp > 1 else 0, both * (kind != "packed"),
                             _outputs(specs, h, shared if ways else inner, q, kv, norms, layer_norm, s.activation,
-                                     compute, stream) + mlp.outputs,
+                                     compute, stream, _Kernels.of(model, compute, stream, device)) + mlp.outputs,
                             **row, caches=attends, fixed=block.fixed if block is not None else rounded,
                             fixed_forward=block.fixed_forward if block is not None else rounded,
                             fixed_outputs=block.fixed_outputs if block is not None else
@@ -314,13 +329,15 @@ def _between_products(model: Model, specs: tuple[ParamSpec, ...], attends: bool 
 
 
 def _outputs(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,
-             activation: str, compute: int, stream: int) -> int:
+             activation: str, compute: int, stream: int, kernels: _Kernels) -> int:
     """A norm of the stream or of heads makes a square and two products. A rotary embedding makes the negated half, the
     rotated input, two products and their sum. Then come the linear layers, the activations and two residual sums. In
-    half precision, the input of each linear layer is cast."""
-    normed = norms * (1 if layer_norm else 3) * h + 2 * h + (3 * (q + kv) if _has(specs, "q_norm") else 0)
-    rotary = 0 if layer_norm and _fused_inputs(specs) else 9 * (q + kv) // 2
-    products = 2 * q + 2 * kv + 2 * h + inner * (4 if _gated(specs) else 10 if activation in COMPOSED else 2)
+    half precision, the input of each linear layer is cast. A kernel makes one result."""
+    norm = 1 if kernels.norms else 3
+    normed = norms * (1 if layer_norm else norm) * h + 2 * h + (norm * (q + kv) if _has(specs, "q_norm") else 0)
+    rotary = 0 if layer_norm and _fused_inputs(specs) else q + kv if kernels.rotary else 9 * (q + kv) // 2
+    gated = 3 if kernels.gates else 4
+    products = 2 * q + 2 * kv + 2 * h + inner * (gated if _gated(specs) else 10 if activation in COMPOSED else 2)
     cast = 0 if compute == stream else 5 * h + q + kv
     return stream * (normed + rotary) + compute * (products + cast)
 

@@ -155,7 +155,8 @@ def _image_bytes(t: Tables, e: Infer, copy: Copy, b: LayerActivations, m: MicroB
 def _head_bytes(t: Tables, e: Infer, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:
     """The last hidden states, those of responses, and what the call makes of them."""
     output = OUTPUTS[e.output_name]
-    made = logits.forward(head_of(copy), m.responses, output.reads == "distribution", device) if output.logits else 0
+    what = logits.Read(output.reads == "distribution", bool(e.ids))
+    made = logits.forward(head_of(copy), m.responses, what, device) if output.logits else 0
     ids = m.responses * TOP_ENTRY * ids_per_token(t, e.ids)
     hidden = m.responses * 2 * FLOAT * copy.model.sizes.hidden if e.output_name == DISTRIBUTION else 0
     return (m.tokens + m.responses) * b.hidden + made + ids + hidden

@@ -41,7 +41,7 @@ def head_of(copy: Copy) -> logits.Head:
     if any(s.float32 for s in (*copy.model.params, *copy.model.base) if s.style in ("vocab", "head")):
         stored = FLOAT
     return logits.Head(vocabulary(copy)[0], copy.model.sizes.hidden, stored, copy.compute, bool(copy.model.invariant),
-                       not copy.layout.zero)
+                       not copy.layout.zero, copy.model.sizes.capped_logits)
 
 
 def ids_per_token(t: Tables, ids: str) -> int:

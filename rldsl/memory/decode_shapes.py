@@ -14,6 +14,8 @@ from rldsl.plan.payloads import Waiting
 MAX_PREFILL_TOKENS = 1 << 14  # prompt tokens per prefill, so that its memory does not grow with the batch
 MIN_CACHE_WIDTH = 64  # tokens: the smallest unit of the width that the KV cache is read in
 CPU_CACHE_WIDTH = 16  # the same on a CPU, whose attention takes as long as what it reads, visible or not
+SINGLE_NUMBERS = 192  # bytes of those that a decode step makes of each sequence
+SAMPLING_BLOCK = 256  # tokens of the vocabulary whose weights are summed at once
 MAX_CAPTURES_WITH_MEMORY = 4  # captured steps per micro-batch group that hold the intermediate results of their step
 
 MAX_LIVE_PER_SLOT = 4  # conversations that are alive for each slot of the KV cache, where waiting ones give theirs away
@@ -46,7 +48,22 @@ def num_captures_with_memory(prompt: int, new: int, cpu: bool = False) -> int:
     return count
 
 
-def sampling_bytes_per_logit(head: Head, options: Sampling) -> int:
+def sampling_bytes_of_trace(head: Head, options: Sampling, tp: int, sequences: int) -> int:
+    """Bytes that an operator trace keeps to sample from the logits of `tp` ranks: what is made of each logit, sums of
+    blocks of the vocabulary, the blocks with the tokens, and single numbers. None but these where one kernel multiplies
+    and samples."""
+    single = SINGLE_NUMBERS * sequences
+    if tp == 1 and head.samples_at_once(options):
+        return single
+    vocab = head.rows * tp
+    each = _sampling_bytes_per_logit(head, options) * vocab
+    if options.greedy:
+        return single + each * sequences
+    blocks = -(-vocab // SAMPLING_BLOCK)
+    return single + (each + 33 * SAMPLING_BLOCK + 16 * blocks) * sequences + 9 * SAMPLING_BLOCK
+
+
+def _sampling_bytes_per_logit(head: Head, options: Sampling) -> int:
     """Bytes that an operator trace keeps per logit: the product, its float32 copy, the sampling weights, and the sorted
     copies of top-p."""
     ordered = not options.greedy and options.top_p < 1 and not options.top_k

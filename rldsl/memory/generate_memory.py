@@ -17,12 +17,14 @@ from rldsl.memory.decode_shapes import (
     MAX_PREFILL_TOKENS,
     live_conversations,
     num_captures_with_memory,
-    sampling_bytes_per_logit,
+    sampling_bytes_of_trace,
 )
 from rldsl.memory.images import ImageBytes
 from rldsl.memory.parameters import FLOAT, Copy, vocabulary
 from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.events import Generate
+
+ANGLES = 6  # numbers of a position's rotary embedding that are made for each of a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +132,11 @@ def _num_captures(e: Generate, copy: Copy, d: _Decoding, device: str) -> int:
 def _trace_bytes(e: Generate, copy: Copy, d: _Decoding, layers: Sequence[LayerActivations]) -> int:
     """The outputs of the operators of a captured step on a CPU, which all stay."""
     head, tp = head_of(copy), copy.layout.tp if vocabulary(copy)[1] else 1
-    made = sampling_bytes_per_logit(head, e.sampling) * head.rows * tp if copy.last else 0
-    of_slot = sum(layer.outputs + layer.row_outputs for layer in layers) + _mask_bytes(d) + made
-    return d.slots * of_slot + sum(layer.fixed_outputs for layer in layers) + _collective_bytes(copy, d)
+    made = sampling_bytes_of_trace(head, e.sampling, tp, d.slots) if copy.last else 0
+    ends = layers[0].stream * copy.first + layers[0].hidden * copy.last  # embeddings, and the norm after the layers
+    angles = FLOAT * ANGLES * copy.model.sizes.head_dim  # the cosines and sines of a position, and what they are of
+    of_slot = sum(layer.outputs + layer.row_outputs for layer in layers) + _mask_bytes(d) + ends + angles
+    return d.slots * of_slot + made + sum(layer.fixed_outputs for layer in layers) + _collective_bytes(copy, d)
 
 
 def _collective_bytes(copy: Copy, d: _Decoding) -> int:

@@ -4,7 +4,9 @@ In: counts and sizes of elements. Out: the most that exists at once, besides hid
 `backends/torch/model/logprobs.py` and `backends/torch/generate/sampling.py`: logits in chunks, statistics in float32.
 Of a chunk one tensor of logits exists, which becomes its own gradient; two if the entropy is needed. Up to
 `KEPT_LOGITS` logits stay from the forward pass to the backward pass of training on a CPU, which then does not make
-them again. There log-probs alone have kernels that compute with blocks of logits (`kernels/cpu_heads.c`)."""
+them again. There log-probs of one token of each distribution alone have kernels that compute with blocks of logits
+(`kernels/cpu_heads.c`). Which machine will run a plan is not known: that it has a C compiler is assumed. One without
+makes tables of up to `CPU_LOGITS` logits instead of blocks, and keeps as many as are counted."""
 
 from __future__ import annotations
 
@@ -53,6 +55,7 @@ class Head:
     compute: int  # bytes per element of the hidden states that it is multiplied with
     invariant: bool = False  # sums over the vocabulary have one order
     holds_gradient: bool = False  # its gradient is added where it is kept, if that can be done
+    capped: bool = False  # a logit z counts as c * tanh(z / c)
 
     @property
     def cast(self) -> int:
@@ -64,40 +67,56 @@ class Head:
         """Bytes per logit: the product, and the same in float32."""
         return 4 if self.compute == 4 else self.compute + 4
 
+    def samples_at_once(self, options: Sampling) -> bool:
+        """Whether on a CPU one kernel multiplies with the head and samples (`generate/sampling.py`), on one tp rank."""
+        return self.compute == self.stored == 4 and not self.invariant and not self.capped and not (
+            options.greedy or options.top_k or options.top_p < 1 or options.min_p or options.min_new_tokens)
 
-def _in_blocks(head: Head, entropy: bool, device: str) -> bool:
-    """Whether kernels compute with blocks of logits. Without a C compiler, or with a cap of logits, they do not: then
-    there are tables, of up to `CPU_LOGITS` logits, that are not counted."""
-    return device == "cpu" and head.compute == head.stored == 4 and not entropy and not head.invariant
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What is read of each distribution."""
+
+    entropy: bool = False  # or another statistic of all tokens
+    several: bool = False  # log-probs of several tokens
+
+    def keeps(self, head: Head, tokens: int, device: str) -> bool:
+        """Whether training keeps the logits of `tokens` tokens for their gradient."""
+        return not self.entropy and not head.capped and are_kept(head.rows, tokens, head.compute, device)
+
+    def in_blocks(self, head: Head, device: str) -> bool:
+        """Whether kernels compute with blocks of logits."""
+        return device == "cpu" and head.compute == head.stored == 4 and not (
+            self.entropy or self.several or head.invariant or head.capped)
 
 
-def _chunk(head: Head, tokens: int, trains: bool, entropy: bool, device: str) -> int:
+def _chunk(head: Head, tokens: int, trains: bool, read: Read, device: str) -> int:
     """Logits that exist at once."""
-    kept = trains and not entropy and are_kept(head.rows, tokens, head.compute, device)
+    kept = trains and read.keeps(head, tokens, device)
     return (tokens if kept else min(tokens, rows_at_once(head.rows, device))) * head.rows
 
 
-def forward(head: Head, tokens: int, entropy: bool, device: str, trains: bool = False) -> int:
+def forward(head: Head, tokens: int, read: Read, device: str, trains: bool = False) -> int:
     """Bytes of the logits, which become their exp; of both for the entropy. trains: a backward pass follows."""
-    if _in_blocks(head, entropy, device):
-        kept = 4 * tokens * head.rows if trains and are_kept(head.rows, tokens, head.compute, device) else 0
+    if read.in_blocks(head, device):
+        kept = 4 * tokens * head.rows if trains and read.keeps(head, tokens, device) else 0
         return kept + PER_ROW * tokens + 4 * BLOCK_COLUMNS * head.hidden
-    chunk = _chunk(head, tokens, trains, entropy, device)
-    return head.cast + max(head.making, 8 if entropy else 4) * chunk
+    chunk = _chunk(head, tokens, trains, read, device)
+    return head.cast + max(head.making, 8 if read.entropy else 4) * chunk
 
 
-def backward(head: Head, tokens: int, trained: bool, entropy: bool, device: str) -> int:
-    """Bytes of the logits of a chunk, which become probabilities and gradients, and the gradient of the weight where it
-    is trained: in half precision each chunk's part of it, too."""
-    chunk, weight = _chunk(head, tokens, True, entropy, device), head.rows * head.hidden
-    if _in_blocks(head, entropy, device):
-        kept = 4 * tokens * head.rows if are_kept(head.rows, tokens, head.compute, device) else 0
+def backward(head: Head, tokens: int, trained: bool, read: Read, device: str) -> int:
+    """Bytes of the logits of a chunk, which become probabilities and gradients, beside the derivative of their cap, and
+    the gradient of the weight where it is trained: in half precision each chunk's part of it, too."""
+    chunk, weight = _chunk(head, tokens, True, read, device), head.rows * head.hidden
+    if read.in_blocks(head, device):
+        kept = 4 * tokens * head.rows if read.keeps(head, tokens, device) else 0
         rows = min(tokens, BLOCK_ROWS)
         block = BLOCK_COLUMNS * (2 * head.hidden + rows) + rows * head.hidden
         return kept + PER_ROW * tokens + 4 * (block + (weight if trained and not head.holds_gradient else 0))
     half = head.compute == 2
     gradient = 4 * weight if trained else 0
-    sloping = max(head.making, 8 if entropy else 4, 4 + 2 * half) * chunk
+    sloping = max(head.making, 4 * (1 + read.entropy + head.capped), 4 + 2 * half) * chunk
     product = head.compute * weight if trained and half else 0
     return head.cast + gradient + max(sloping, head.compute * chunk + product)
 

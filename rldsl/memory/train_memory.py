@@ -207,7 +207,6 @@ def _loss(t: Tables, e: Train, copy: Copy, b: LayerActivations, m: MicroBatch, d
     read = {OUTPUTS[what] for _, _, what in e.model_outputs if not (e.heads and what == LOGPROBS_AT)}
     if not any(output.logits for output in read):
         return hidden
-    entropy = any(output.reads == "distribution" for output in read)
-    head = head_of(copy)
-    return hidden + max(logits.forward(head, m.responses, entropy, device, trains=True),
-                        logits.backward(head, m.responses, not copy.model.base, entropy, device))
+    head, what = head_of(copy), logits.Read(any(output.reads == "distribution" for output in read), bool(e.ids))
+    return hidden + max(logits.forward(head, m.responses, what, device, trains=True),
+                        logits.backward(head, m.responses, not copy.model.base, what, device))

@@ -34,6 +34,8 @@ CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past")  # 
 ROWS: dict[str, str] = {
     "doge": "its mask depends on values",
 }
+# keys of a config that name a cap c of logits: a logit z counts as c * tanh(z / c)
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 LAYER = ""  # in a list of called modules: a layer
 
 

@@ -9,7 +9,7 @@ width], without biases. Other forms run whole on every rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from rldsl.plan.model import PACKED, Split
@@ -34,10 +34,14 @@ def counts(skeleton: Any) -> dict[str, int]:
 
 def other_form(skeleton: Any) -> str:
     """The name of the first module of experts in another form; "": there is none."""
+    return next(other_forms(skeleton), "")
+
+
+def other_forms(skeleton: Any) -> Iterator[str]:
+    """The names of the modules of experts in another form."""
     known = {name.rpartition(".")[0] for name in counts(skeleton)}
-    found = (path for path, module in skeleton.named_modules() if path not in known and path.endswith("experts")
-             and any(p.dim() == 3 for p in module.parameters(recurse=False)))
-    return next(found, "")
+    yield from (path for path, module in skeleton.named_modules() if path not in known and path.endswith("experts")
+                and any(p.dim() == 3 for p in module.parameters(recurse=False)))
 
 
 def division(name: str, shape: tuple[int, ...], style: str) -> tuple[Split | None, str]:

@@ -20,7 +20,7 @@ from rldsl.diag import fail
 from rldsl.models import arithmetic, experts, hub, known, rotary
 from rldsl.models import directory as files
 from rldsl.models.cache import cached_record, entry_key
-from rldsl.models.execution import Execution
+from rldsl.models.execution import LOGIT_CAPS, Execution
 from rldsl.models.parameter_specs import layer_number, parameter_specs
 from rldsl.models.skeleton import Skeleton, build, first_line
 from rldsl.models.vision import layers_with_images, processor_digest, processor_problem, vision_family
@@ -81,6 +81,7 @@ class Family:
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out; "": nothing that is known
     expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a special form need in memory
+    rotates_halves: bool = False  # whether rotary embeddings rotate halves of what they get
     gated_products: bool = False  # whether MLPs of layers compute down(silu(gate(x)) * up(x)) as modules
 
 
@@ -133,6 +134,7 @@ def _described(path: str, kind: str, names: frozenset[str], digest: str, span: S
                   layers_with_images=layers_with_images(config), recurrences=skeleton.recurrences,
                   other_norms=skeleton.other_norms, towers=skeleton.towers, uncounted=skeleton.uncounted,
                   expert_blocks=skeleton.expert_blocks, gated_products=skeleton.gated_products,
+                  rotates_halves=skeleton.rotates_halves,
                   invariant_problem=_invariant_problem(config, how, params), **sizes)
 
 
@@ -183,7 +185,8 @@ def sizes_of(family: Family) -> Sizes:
                  family.recurrent or bool(family.by_rows) or family.reads_images, family.recurrences,
                  family.other_norms, family.towers, family.uncounted, family.expert_blocks,
                  config.get("attn_logit_softcapping", "null") != "null" or _has_sinks(family.params),
-                 family.gated_products)
+                 family.gated_products, any(json.loads(config.get(name, "null")) for name in LOGIT_CAPS),
+                 family.rotates_halves and not any("partial_rotary_factor" in value for value in config.values()))
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:

@@ -62,7 +62,7 @@ def skeleton(config: Any) -> Skeleton | None:
         embedding="model.embed_tokens.weight",
         buffers=(), execution=Execution("layers", config.num_hidden_layers, (), "", 0),
         after_layers=frozenset({"norm"}), shared=frozenset(), experts={}, transforms=(),
-        gated_products=config.hidden_act == "silu")
+        gated_products=config.hidden_act == "silu", rotates_halves=True)
 
 
 def _params(module: _Module) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -20,7 +20,7 @@ from rldsl.models.expert_blocks import uncounted as uncounted_experts
 from rldsl.models.float32_products import float32_products, read_by_others
 from rldsl.models.recurrence import recurrences, uncounted
 from rldsl.models.tower import towers
-from rldsl.models.trials import has_gated_products, has_other_norms
+from rldsl.models.trials import has_gated_products, has_other_norms, rotates_halves
 from rldsl.models.vision import auto_class, only_with_images, supported_families, vision_family
 from rldsl.plan.model import ExpertBlock, Recurrence, Tower
 from rldsl.source import Span
@@ -57,6 +57,7 @@ class Skeleton:
     recurrences: tuple[Recurrence, ...] = ()  # what layers that carry a state need in memory
     other_norms: bool = False  # of `trials.has_other_norms`
     gated_products: bool = False  # of `trials.has_gated_products`
+    rotates_halves: bool = False  # of `trials.rotates_halves`
     towers: tuple[Tower, ...] = ()  # what its vision tower needs
     uncounted: str = ""  # what the memory estimate leaves out
     expert_blocks: tuple[ExpertBlock, ...] = ()  # what blocks with experts of a special form need in memory
@@ -132,7 +133,8 @@ def build(config: Any, path: str, span: Span | None) -> Skeleton:
         shared=_shared(model, f"{prefix}.{how.layers}."),
         experts=experts.counts(model),
         transforms=tuple(experts.transforms(model)), recurrences=states,
-        other_norms=bool(layers) and has_other_norms(layers[0]), gated_products=has_gated_products(layers), towers=seen,
+        other_norms=bool(layers) and has_other_norms(layers[0]), gated_products=has_gated_products(layers),
+        rotates_halves=rotates_halves(layers), towers=seen,
         expert_blocks=blocks,
         uncounted=uncounted(how, states) or uncounted_experts(body, how, blocks)
         or ("its vision tower" if vision_family(config) and not seen else ""),

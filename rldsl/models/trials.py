@@ -13,6 +13,8 @@ from typing import Any
 
 FLOAT = 4  # bytes of a float32 number
 ITEMSIZES = (FLOAT, 2)  # bytes of an element in layers of float32 and of half precision
+ROTARY = "apply_rotary_pos_emb"  # what transformers calls it in the modules of all families
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # of attention whose rotary embedding backends may replace
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # all modules of a feed-forward layer with a gate
 
 
@@ -233,3 +235,27 @@ def has_gated_products(layers: Iterable[Any]) -> bool:
     parts."""
     found = {type(m): m for layer in layers for m in layer.modules() if {*GATED[:3]} <= {*m._modules}}
     return bool(found) and all(map(is_gated_product, found.values()))
+
+
+def rotates_halves(layers: Iterable[Any]) -> bool:
+    """Whether the rotary embedding of all attention rotates halves of what it gets, by a function of the usual name,
+    for which backends have kernels (`backends/torch/model/fused_layers.py`)."""
+    import torch
+
+    forwards = {type(m).forward for layer in layers for m in layer.modules()
+                if all(isinstance(getattr(m, p, None), torch.nn.Linear) for p in PROJECTIONS)}
+    return bool(forwards) and all(map(_rotates_halves, forwards))
+
+
+def _rotates_halves(forward: Any) -> bool:
+    import torch
+
+    q, k, cos, sin = (torch.linspace(-1, 1 + n, 24 * heads, device="cpu").cos().view(1, heads, 3, 8)
+                      for n, heads in enumerate((4, 2, 1, 1)))
+    try:
+        found = forward.__globals__[ROTARY](q, k, cos[0], sin[0])
+    except Exception:  # a forward without it, or a function with another signature
+        return False
+    swapped = (torch.cat([-x[..., 4:], x[..., :4]], -1) for x in (q, k))
+    right = [x * cos + y * sin for x, y in zip((q, k), swapped, strict=True)]
+    return len(found) == 2 and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, right, strict=True))

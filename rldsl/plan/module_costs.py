@@ -100,3 +100,5 @@ class Sizes:
     composed_scores: bool = False
     # whether MLPs of layers are modules that compute down(silu(gate(x)) * up(x)), for which backends have kernels
     gated_products: bool = False
+    capped_logits: bool = False  # whether a logit z counts as c * tanh(z / c)
+    rotated_halves: bool = False  # whether rotary embeddings rotate halves of heads, for which backends have kernels

@@ -260,9 +260,7 @@ def test_invariant_models_have_the_same_bits_without_a_compiler_for_it(tiny: str
 
 @pytest.mark.parametrize("options", [
     replace(OPTIONS, kind="sgd"), replace(OPTIONS, kind="sgd", momentum=0.9),
-    replace(OPTIONS, kind="adafactor", eps=1e-3),
-    replace(OPTIONS, kind="muon", momentum=0.95, adamw_lr=1e-3), replace(OPTIONS, kind="adamw_8bit")],
-    ids=["sgd", "momentum", "adafactor", "muon with AdamW", "8 bits"])
+    replace(OPTIONS, kind="adafactor", eps=1e-3)], ids=["sgd", "momentum", "adafactor"])
 def test_other_rules_are_clipped_before_and_cleared_later(tiny: str, options: Optimizer,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     shard = shard_with(tiny, options)
@@ -274,6 +272,44 @@ def test_other_rules_are_clipped_before_and_cleared_later(tiny: str, options: Op
     torch.testing.assert_close(trainer.grad_buffer.norm().item(), options.clip_grad, rtol=1e-4, atol=0)
     trainer.zero_grad()
     assert not trainer.grad_buffer.any()
+
+
+@one_pass
+@pytest.mark.parametrize("options", [
+    replace(OPTIONS, kind="muon", momentum=0.95, adamw_lr=1e-3),
+    replace(OPTIONS, kind="muon", momentum=0.95, adamw_lr=1e-3, clip_grad=0.0), replace(OPTIONS, kind="adamw_8bit")],
+    ids=["muon", "muon, not clipped", "8 bits"])
+def test_next_to_another_rule_the_parameters_of_adamw_have_the_bits_of_three_passes(
+        tiny: str, options: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings and norms of a model with Muon, small parameters with 8-bit state; the others are clipped before and
+    cleared later."""
+    ours, torchs, plain = (shard_with(tiny, options) for _ in range(3))
+    rules = {name: own.rule for name, own in ours.trainer.optimizer.param_options.items()}
+    of_adamw = [p for name, p in ours.trainer.optimizer.parameters.items() if rules[name] == "adamw"]
+    assert 0 < len(of_adamw) < len(rules)
+    for step in range(3):
+        with counted(monkeypatch) as seen:
+            found = train(ours)
+        assert list(map(id, seen)) == list(map(id, of_adamw)) and not ours.trainer.is_clear
+        assert not any(p.grad.any() for p in of_adamw) and ours.trainer.grad_buffer.any()
+        with three_passes(monkeypatch):
+            assert train(torchs) == found
+        assert all_bits(ours, torchs)
+        with monkeypatch.context() as patch:
+            patch.setattr(adamw, "takes", lambda _: False)
+            without = train(plain)
+        assert without["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-5) and without["lr"] == found["lr"]
+        assert ours.schedule_state() == plain.schedule_state() == {"done": step + 1, "made": step + 1}
+    for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def all_bits(a: Any, b: Any) -> bool:
+    """Of parameters and of the state of each rule."""
+    kept = [[*x.state_dict().values(), *(y for kind in x.optimizer_state().values() for y in kind.values())]
+            for x in (a, b)]
+    return all(torch.equal(x.detach().view(torch.uint8), y.detach().view(torch.uint8))
+               for x, y in zip(*kept, strict=True))
 
 
 @pytest.mark.parametrize("taken", [pytest.param(True, marks=one_pass), False])

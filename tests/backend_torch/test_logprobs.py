@@ -9,7 +9,17 @@ from rldsl.backends.torch.model.logprobs import token_logprobs
 from benchmarks import loss
 from rldsl.backends.torch.model import logprobs
 from rldsl.memory import logits
-from rldsl.memory.logits import KEPT_LOGITS, MAX_ROWS, MIN_ROWS, Head, are_kept, backward, forward, rows_at_once
+from rldsl.memory.logits import (
+    KEPT_LOGITS,
+    MAX_ROWS,
+    MIN_ROWS,
+    Head,
+    Read,
+    are_kept,
+    backward,
+    forward,
+    rows_at_once,
+)
 from rldsl.runtime.backend import SINGLE_RANK
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -95,7 +105,8 @@ def test_memory_is_that_of_the_estimate(dtype: torch.dtype, entropy: bool, small
     assert not are_kept(words, tokens, 4, "cpu")
     most, full = loss.peak(loss.ours, *tensors, entropy), 4 * tokens * words
     head = Head(words, 8, dtype.itemsize, dtype.itemsize)
-    said = max(forward(head, tokens, entropy, "cpu", True), backward(head, tokens, False, entropy, "cpu"))
+    read = Read(entropy)
+    said = max(forward(head, tokens, read, "cpu", True), backward(head, tokens, False, read, "cpu"))
     said += head.compute * words * 8 if dtype == torch.bfloat16 else 0  # each chunk's part of the weight's gradient
     assert said == pytest.approx(most, rel=0.1)
     assert loss.peak(loss.theirs, *tensors, entropy) > full > most
@@ -132,6 +143,19 @@ def test_few_logits_are_made_once(tables: list[int], temperature: float, compile
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_those_for_several_tokens_of_each_distribution_are_made_once(tables: list[int]) -> None:
+    hidden, weight, targets = given(torch.float32)
+    chosen = torch.stack((targets, (targets + 7) % 50, targets), 1)
+    found = token_logprobs(hidden, weight, chosen, 0.7, SINGLE_RANK, 0, chunk=16)[0]
+    expected = (hidden @ weight.T / 0.7).log_softmax(-1).gather(1, chosen)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    share = torch.linspace(-1, 2, found.numel()).view(found.shape)
+    got = torch.autograd.grad((found * share).sum(), (hidden, weight))
+    assert tables == [16, 16, 5]
+    for a, b in zip(got, torch.autograd.grad((expected * share).sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_they_are_made_again_for_a_second_gradient(tables: list[int]) -> None:
     tensors = given(torch.float32)
     found = token_logprobs(*tensors, 1.0, SINGLE_RANK, 0)[0]
@@ -165,8 +189,31 @@ def test_memory_of_few_logits_is_that_of_the_estimate(kept: bool, small_tables: 
     tokens, words = 900 if kept else 1100, 16384
     most = loss.peak(loss.ours, *given(torch.float32, tokens, words), False)
     head = Head(words, 8, 4, 4)
-    said = max(forward(head, tokens, False, "cpu", True), backward(head, tokens, False, False, "cpu"))
+    said = max(forward(head, tokens, Read(), "cpu", True), backward(head, tokens, False, Read(), "cpu"))
     assert said == pytest.approx(most, rel=0.1) and are_kept(words, tokens, 4, "cpu") == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [600, 2048])
+@pytest.mark.parametrize("cap, entropy, several", [(3.0, False, 1), (3.0, True, 1), (0.0, False, 3), (3.0, False, 3)])
+def test_memory_where_kernels_compute_no_blocks(cap: float, entropy: bool, several: int, tokens: int,
+                                                dtype: torch.dtype, small_tables: None) -> None:
+    """With a cap of logits, or for several tokens of each distribution. 600: as few logits as are kept where no cap
+    forbids it."""
+    words = 16384
+
+    def head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, entropy: bool) -> torch.Tensor:
+        chosen = targets if several == 1 else torch.stack([targets] * several, 1)
+        found = token_logprobs(hidden, weight, chosen, 0.7, SINGLE_RANK, 0, entropy, rows_at_once(words, "cpu"),
+                               cap=cap)
+        return found.logprobs.sum() + (0.0 if found.entropy is None else found.entropy.sum())
+
+    most = loss.peak(head, *given(dtype, tokens, words), entropy)
+    of, read = Head(words, 8, dtype.itemsize, dtype.itemsize, capped=cap > 0), Read(entropy, several > 1)
+    said = max(forward(of, tokens, read, "cpu", True), backward(of, tokens, False, read, "cpu"))
+    said += of.compute * words * 8 if dtype == torch.bfloat16 else 0  # each chunk's part of the weight's gradient
+    assert said == pytest.approx(most, rel=0.1)
+    assert are_kept(words, tokens, dtype.itemsize, "cpu") == (tokens == 600 and dtype == torch.float32)
 
 
 @pytest.mark.parametrize("words, device, rows", [

@@ -143,7 +143,8 @@ docs/families.md` has found it with a tiny random model of each, in float32 on t
   pp=2 and tp=2 of {named} families with a process per rank.
 - **packed**: a batch is one packed row. **states**: so it is, and recurrent layers carry a state for each sequence,
   which decoding keeps in its slots. **rows**: every sequence is a padded row of its own, and decoding runs sequences
-  from their beginning for each token: it is right for every causal model, and slow.
+  from their beginning for each token: it is right for every causal model, and slow. No two steps of it have the same
+  shapes, so none is captured and replayed, as those of the others are on CPUs.
 - What is neither yes nor no is the reason why something is refused, or how it differs.
 - gpt-oss directories with MXFP4 weights are read as they are, unpacked to the model's `dtype` bit for bit as
   transformers does; what is saved is not packed (`tests/families/test_packed_weights.py`). Other quantized weights are

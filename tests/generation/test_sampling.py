@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.backends.torch.generate.sampling import BLOCK, choose, inverse_cdf, threshold
+from rldsl.backends.torch.generate.sampling import choose, inverse_cdf, threshold
+from rldsl.memory.decode_shapes import SAMPLING_BLOCK as BLOCK
 from rldsl.plan.events import Sampling
 from rldsl.runtime.draws import BELOW_ONE
 

@@ -53,7 +53,7 @@ def with_sizes(plan: Plan) -> Plan:
     sizes = Sizes(whole_sequences=True, other_norms=True, uncounted="its router",
                   recurrences=(Recurrence(4, (1,), False, ("mixer",), grown, grown, grown, 64, 32, 96),),
                   towers=(Tower(4, ("visual",), 48, 256, 128, 512, 1000, 64),), composed_scores=True,
-                  gated_products=True,
+                  gated_products=True, capped_logits=True, rotated_halves=True,
                   expert_blocks=(ExpertBlock(4, (0,), True, 256, 128, 512, 300, 64, 32, 96),))
     return replace(plan, models=tuple(replace(m, sizes=sizes) for m in plan.models))
 

@@ -21,6 +21,7 @@ from rldsl.backends.torch.kernels.nucleus_kernel import nucleus_kernel
 from rldsl.backends.torch.kernels.products import product
 from rldsl.backends.torch.model.logprobs import cap_logits
 from rldsl.backends.torch.model.tree_sums import block_sums
+from rldsl.memory.decode_shapes import SAMPLING_BLOCK
 from rldsl.plan.events import Sampling
 from rldsl.runtime.collectives import all_gather
 from rldsl.runtime.draws import uniform
@@ -29,7 +30,6 @@ from rldsl.sharding.sum_blocks import local_cuts
 if TYPE_CHECKING:
     from rldsl.backends.torch.model.stage import Stage
 
-BLOCK = 256  # tokens of the vocabulary whose weights are summed at once
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor | None, must_continue: torch.Tensor | None,
@@ -89,17 +89,17 @@ def inverse_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     total. Blocks of the vocabulary are summed first, and only the deciding block is searched, since a float64
     cumulative sum over the whole vocabulary would be slow."""
     vocab = weights.shape[1]
-    full = vocab // BLOCK * BLOCK
-    parts = [weights[:, :full].unflatten(1, (-1, BLOCK)).sum(-1)] if full else []
+    full = vocab // SAMPLING_BLOCK * SAMPLING_BLOCK
+    parts = [weights[:, :full].unflatten(1, (-1, SAMPLING_BLOCK)).sum(-1)] if full else []
     parts += [weights[:, full:].sum(-1, keepdim=True)] if full < vocab else []
     cumulative = torch.cat(parts, 1).cumsum(-1, dtype=torch.float64)  # [S, blocks]
     target = draws[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, target)
     block = block.clamp_(max=cumulative.shape[1] - 1)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    at = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    at = block * SAMPLING_BLOCK + torch.arange(SAMPLING_BLOCK, device=weights.device)
     inside = torch.where(at < vocab, weights.gather(1, at.clamp(max=vocab - 1)), 0.0)
-    token = block * BLOCK + _first_above(inside.cumsum(-1, dtype=torch.float64), target - before)
+    token = block * SAMPLING_BLOCK + _first_above(inside.cumsum(-1, dtype=torch.float64), target - before)
     return token[:, 0].clamp_(max=vocab - 1)  # NaN weights have no column above the target
 
 

@@ -199,15 +199,21 @@ void scaled_probabilities(float *x, const float *normalizer, const float *factor
 }
 
 /* For each row of logits [rows, columns] the first token at which the sum of the weights exp(logit / temperature)
-   exceeds draws [rows] times their total; tokens, logprobs: [rows] */
-void sample(const float *logits, const double *draws, int64_t rows, int64_t columns, float temperature, int64_t *tokens,
-            float *logprobs) {
+   exceeds draws [rows] times their total; tokens, logprobs: [rows]. Returns 1 without memory, else 0 */
+int sample(const float *logits, const double *draws, int64_t rows, int64_t columns, float temperature, int64_t *tokens,
+           float *logprobs) {
   const double below = 1 - 0x1p-52; /* rounding may leave nothing above the total */
   int64_t blocks = (columns + BLOCK - 1) / BLOCK;
+  int failed = 0;
 #pragma omp parallel for if (rows * columns > 1 << 14)
   for (int64_t row = 0; row < rows; row++) {
     const float *x = logits + row * columns;
     double few[512], *cumulative = blocks <= 512 ? few : malloc(blocks * sizeof(double));
+    if (!cumulative) {
+#pragma omp atomic write
+      failed = 1;
+      continue;
+    }
     float peak = row_max(x, columns);
     double total = weight_sum(x, columns, peak, temperature, cumulative, NULL);
     double target = draws[row] * total < total * below ? draws[row] * total : total * below;
@@ -237,6 +243,7 @@ void sample(const float *logits, const double *draws, int64_t rows, int64_t colu
     logprobs[row] = (x[first + found] - peak) / temperature - (float)log(total);
     if (cumulative != few) free(cumulative);
   }
+  return failed;
 }
 
 /* ------------------------------------------------------------------------------------------------ decode attention */
@@ -306,7 +313,7 @@ typedef void (*values_function)(const float *, const float *, int64_t, float, co
 /* Writes one token of each sequence to the cache and attends to what is there. q: [heads, sequences, size] with strides;
    k, v: [kv_heads, sequences, size] with strides; keys, values: [sequences, kv_heads, width, size], where `slot` is the
    distance between two sequences; positions: [sequences], of the new tokens; window: how many tokens one sees at most;
-   out: [sequences, heads, size]. Returns 1 if it has no code for the size, else 0. */
+   out: [sequences, heads, size]. Returns 1 without memory, or if it has no code for the size, else 0. */
 int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float *k, int64_t k_head, int64_t k_seq,
                      const float *v, int64_t v_head, int64_t v_seq, float *keys, float *values, int64_t slot,
                      const int64_t *positions, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t width,
@@ -318,12 +325,17 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
     default: return 1;
   }
   int64_t queries = heads / kv_heads, stride = (width + LANES - 1) / LANES * LANES;
+  int failed = 0;
 #pragma omp parallel if (sequences * heads * width * size > 1 << 16)
   {
     float *scores = malloc(queries * stride * sizeof(float));
+    if (!scores)
+#pragma omp atomic write
+      failed = 1;
 #pragma omp for collapse(2)
     for (int64_t s = 0; s < sequences; s++)
       for (int64_t h = 0; h < kv_heads; h++) {
+        if (!scores) continue;
         int64_t last = positions[s] < width ? positions[s] : width - 1;
         int64_t first = last + 1 > window ? last + 1 - window : 0, tokens = last + 1 - first;
         float *own_keys = keys + s * slot + h * width * size, *own_values = values + s * slot + h * width * size;
@@ -354,7 +366,7 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
       }
     free(scores);
   }
-  return 0;
+  return failed;
 }
 
 #include "cpu_angles.c"

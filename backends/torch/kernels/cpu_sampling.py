@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rldsl.backends.torch.kernels import few_row_products, operators
-from rldsl.backends.torch.kernels.kernel_library import KernelCall, library
+from rldsl.backends.torch.kernels.kernel_library import KernelCall, check, library
 from rldsl.backends.torch.kernels.products import wide_product
 
 
@@ -38,7 +38,7 @@ def _sample_call(out: tuple[torch.Tensor, torch.Tensor], hidden: torch.Tensor, h
 def _sample_from_table(out: tuple[torch.Tensor, torch.Tensor], hidden: torch.Tensor, head: torch.Tensor,
                        draws: torch.Tensor, temperature: float) -> None:
     table = wide_product(hidden, head).contiguous()
-    library().sample(table.data_ptr(), draws.data_ptr(), *table.shape, temperature, *(x.data_ptr() for x in out))
+    check(library().sample(table.data_ptr(), draws.data_ptr(), *table.shape, temperature, *(x.data_ptr() for x in out)))
 
 
 def _sample(hidden: torch.Tensor, head: torch.Tensor, draws: torch.Tensor, temperature: float

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # not among its names
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def call(operator: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """By the operator if a dispatch mode, which may capture a step, or torch's profiler sees operators."""
-    watched = _get_current_dispatch_mode() is not None or torch.autograd._profiler_enabled()
+    watched = _get_current_dispatch_mode() is not None or _profiler_enabled()
     return operator(*arguments) if watched else function(*arguments)

@@ -138,18 +138,23 @@ static void token_scores(const float *queries, int64_t count, int64_t size, cons
    less the largest score, to weights [sequences, heads, kv_len up to a multiple of TILE]. q: [heads, sequences, size]
    with strides; k, v: [kv_heads, sequences, size] with strides; keys, values: [sequences, kv_heads, width, size], where
    `slot` is the distance between two sequences; positions: [sequences], of the new tokens, below width; window: how
-   many tokens one sees at most */
-void decode_scores(const float *q, int64_t q_head, int64_t q_seq, const float *k, int64_t k_head, int64_t k_seq,
-                   const float *v, int64_t v_head, int64_t v_seq, float *keys, float *values, int64_t slot,
-                   const int64_t *positions, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t width,
-                   int64_t size, float scale, int64_t window, int64_t kv_len, float *weights) {
+   many tokens one sees at most. Returns 1 without memory, else 0 */
+int decode_scores(const float *q, int64_t q_head, int64_t q_seq, const float *k, int64_t k_head, int64_t k_seq,
+                  const float *v, int64_t v_head, int64_t v_seq, float *keys, float *values, int64_t slot,
+                  const int64_t *positions, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t width,
+                  int64_t size, float scale, int64_t window, int64_t kv_len, float *weights) {
   int64_t count = heads / kv_heads, columns = (kv_len + TILE - 1) / TILE * TILE;
+  int failed = 0;
 #pragma omp parallel if (sequences * heads * columns * size > 1 << 16)
   {
     float *queries = malloc(count * size * sizeof(float));
+    if (!queries)
+#pragma omp atomic write
+      failed = 1;
 #pragma omp for collapse(2)
     for (int64_t s = 0; s < sequences; s++)
       for (int64_t h = 0; h < kv_heads; h++) {
+        if (!queries) continue;
         int64_t at = s * slot + h * width * size, last = positions[s];
         memcpy(keys + at + last * size, k + h * k_head + s * k_seq, size * sizeof(float));
         memcpy(values + at + last * size, v + h * v_head + s * v_seq, size * sizeof(float));
@@ -163,6 +168,7 @@ void decode_scores(const float *q, int64_t q_head, int64_t q_seq, const float *k
       }
     free(queries);
   }
+  return failed;
 }
 
 /* The sum of a block of weights as torch computes that of a row, in vectors of `lanes`: four sums of every fourth

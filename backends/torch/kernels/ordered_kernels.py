@@ -20,7 +20,7 @@ import torch
 
 from rldsl.backends.torch.kernels import c_compiler, operators
 from rldsl.backends.torch.kernels.cpu_kernels import UNBOUNDED
-from rldsl.backends.torch.kernels.kernel_library import are_plain
+from rldsl.backends.torch.kernels.kernel_library import are_plain, check
 
 SOURCE = Path(__file__).with_name("ordered_kernels.c")
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
@@ -123,10 +123,10 @@ def _scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tenso
             positions: torch.Tensor, scale: float, window: int, kv_len: int, weights: torch.Tensor) -> None:
     heads, sequences, size = q.shape
     (q_head, q_seq, _), (k_head, k_seq, _), (v_head, v_seq, _) = q.stride(), k.stride(), v.stride()
-    _library().decode_scores(
+    check(_library().decode_scores(
         q.data_ptr(), q_head, q_seq, k.data_ptr(), k_head, k_seq, v.data_ptr(), v_head, v_seq, keys.data_ptr(),
         values.data_ptr(), keys.stride(0), positions.data_ptr(), sequences, heads, len(k), keys.shape[1], size, scale,
-        window, kv_len, weights.data_ptr())
+        window, kv_len, weights.data_ptr()))
 
 
 def _values(weights: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, window: int, kv_len: int,

@@ -19,6 +19,7 @@ from rldsl.backends.torch.kernels.products import use_cpu_linear
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model.fused_layers import fuse_layers, fuse_ordered_layers
 from rldsl.backends.torch.model.gradient_sums import HeadKind, HeadSums, Norms
+from rldsl.backends.torch.model.other_experts import make_calls_of_experts
 from rldsl.backends.torch.model.row_groups import RowGroups
 from rldsl.diag import Failure, fail
 from rldsl.plan.adapter_names import module_of
@@ -31,6 +32,8 @@ def fuse_modules(skeleton: nn.Module, model: Model, device: torch.device) -> Non
     any_order = not model.invariant  # else sums have a fixed order, which fused layers do not keep
     on_cpu = device.type == "cpu"
     norms = fuse_norms(skeleton, device, library=device.type == "cuda" and any_order, compiled=on_cpu and any_order)
+    if on_cpu:
+        make_calls_of_experts(skeleton)
     if any_order:
         fuse_layers(skeleton, device, norms)
         if on_cpu:

@@ -2,9 +2,10 @@
 
 The vocabulary may be divided over tp. Statistics are float32, and chunks of tokens are recomputed in the backward pass.
 One table of logits exists for a chunk, which becomes its probabilities and then its gradient in place (two tables if
-the entropy or the sum of squares is wanted). On a CPU the tables of a pass with few logits are kept for its backward
-pass instead (`memory/logits.py` says how few): they hold exp(logit - largest), and where one token of each distribution
-is given, their gradient is made nowhere (`_factors_of_weights`).
+the entropy, the sum of squares or a cap of logits is wanted). On a CPU in float32, log-probs alone of one token of
+each distribution have no table where there is a C compiler (`model/head_logprobs.py`). Without one, or with several
+tokens of each, the tables of a pass with few logits are kept for its backward pass (`memory/logits.py` says how few):
+they hold exp(logit - largest), and of one token their gradient is made nowhere (`_factors_of_weights`).
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ def _candidates(values: torch.Tensor, ids: torch.Tensor, k: int, tp: Axis) -> tu
 
 
 class _TokenLogprobs(Function):
+    """As `token_logprobs`, whose arguments these are, with targets [N, K]: by tables, for all that `HeadLogprobs` does
+    not take. That is GPUs, other dtypes than float32, invariant models, entropies, sums of squares, caps, several
+    tokens of each distribution, and CPUs without a C compiler. keep: the tables stay for the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
                 tp: Axis, vocab_start: int, want_entropy: bool, want_squares: bool, chunk: int,
@@ -175,6 +180,7 @@ class _TokenLogprobs(Function):
                                         not ctx.invariant)
                     del logits  # before the next table is made
                     grad = grad if derivative is None else grad.mul_(derivative)
+                    del derivative  # before the products are made
                 grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
                 if cuts is not None:
                     grad_hidden[part] = _in_blocks(grad, head, cuts)

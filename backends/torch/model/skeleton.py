@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch.model import attention
-from rldsl.models.execution import Execution, body_name, execution, keep_weights, shared_name
+from rldsl.models.execution import LOGIT_CAPS, Execution, body_name, execution, keep_weights, shared_name
 from rldsl.models.vision import auto_class, vision_family
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
@@ -50,7 +51,14 @@ def _construct(config: Any, implementation: str | None) -> tuple[Any, Execution]
     with _parameters_on_meta(), no_init_weights():
         model = auto_class(config).from_config(config, attn_implementation=of, trust_remote_code=False)
     model.tie_weights()  # otherwise a part of the initialization
+    for module in model.modules():  # it looks at tokens on the host, so no decode step could be captured
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _warn_not  # type: ignore[method-assign]  # of a method
     return model, execution(model.get_submodule(body_name(model)), config)
+
+
+def _warn_not(*_: object) -> None:
+    """In the place of a warning that padded sequences need a mask: no sequence is padded without one here."""
 
 
 @contextmanager
@@ -116,8 +124,7 @@ def logit_form(text: Any) -> tuple[float, float]:
     for name, inverse in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
         factor = float(getattr(text, name, None) or 1)
         scale *= 1 / factor if inverse else factor
-    caps = (getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap",
-                                                   "output_logit_soft_cap"))
+    caps = (getattr(text, name, None) for name in LOGIT_CAPS)
     return scale, float(next((cap for cap in caps if cap), 0))
 
 

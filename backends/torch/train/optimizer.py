@@ -220,13 +220,13 @@ class ShardOptimizer:
         return {"grad_norm": norm, "lr": rate}
 
     def _update(self, rate: float, factor: float) -> None:
-        """Update with the gradients times `factor`. They are 0 afterwards where one pass does it all; elsewhere they
-        stay, multiplied, until the next minibatch."""
-        self.is_clear = self.optimizer.step_in_one_pass(rate, factor)
-        if not self.is_clear:
-            if factor != 1:
-                self.grad_buffer.mul_(factor)
-            self.optimizer.step(rate)
+        """Update with the gradients times `factor`. They are 0 afterwards where one pass does it all; others stay,
+        multiplied, until the next minibatch."""
+        done = self.optimizer.step_in_one_pass(rate, factor)
+        self.is_clear = len(done) == len(self.parameters)
+        if not self.is_clear and factor != 1:
+            self.grad_buffer.mul_(factor)
+        self.optimizer.step(rate, done)
 
     def skip_updates(self, updates: int) -> float:
         """See `Shard.skip_updates`."""

@@ -2,8 +2,8 @@
 
 In: the parameters with their gradients, the optimizer's record. Out: updated parameters, and the state by name.
 A parameter that this rank has completely, or whose elements are updated each on its own (AdamW, SGD), is updated by an
-optimizer of torch over all such parameters; `quantized_adamw` updates what has 8-bit state. Where AdamW updates all of
-them on a CPU, a kernel also clips the gradients before and clears them after (`step_in_one_pass`). Muon orthogonalizes
+optimizer of torch over all such parameters; `quantized_adamw` updates what has 8-bit state. What AdamW
+updates on a CPU, a kernel also clips before and clears after (`step_in_one_pass`). Muon orthogonalizes
 matrices, and Adafactor keeps means over rows and columns: what tp, ep or `zero` divides is gathered for them, one
 parameter at a time, torch's optimizer updates the complete tensor, and each rank keeps its part. So the numbers are
 those of one process, given equal gradients.
@@ -12,7 +12,7 @@ those of one process, given equal gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -64,9 +64,9 @@ class Updates:
             for rule, groups in by_rule.items()}
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Update all parameters. rate: learning rate of the schedule."""
-        for optimizer in self.optimizers.values():
+    def step(self, rate: float, done: Collection[str] = ()) -> None:
+        """Update all parameters. rate: learning rate of the schedule. done: what `step_in_one_pass` has updated."""
+        for optimizer in (x for rule, x in self.optimizers.items() if not (done and rule == "adamw")):
             for group in optimizer.param_groups:
                 group["lr"] = rate * group[LR_SCALE]
             optimizer.step()
@@ -85,30 +85,29 @@ class Updates:
         self.num_updates += 1
 
     @torch.no_grad()
-    def step_in_one_pass(self, rate: float, factor: float) -> bool:
-        """Update all parameters with their gradients times `factor`, and set the gradients to 0, if all are updated by
-        AdamW and its kernel takes them: on a CPU with a compiler. Else do nothing; returns whether it was done.
+    def step_in_one_pass(self, rate: float, factor: float) -> frozenset[str]:
+        """Update the parameters of AdamW with their gradients times `factor`, and set these to 0, if its kernel takes
+        them all: on a CPU with a compiler. Returns their names; none where it has done nothing. `step` does the rest.
         rate: as of `step`."""
-        if self.gathered or self.quantized or not self.optimizers.keys() <= {"adamw"}:
-            return False
-        parameters, grads = list(self.parameters.values()), [self._grad(name) for name in self.parameters]
-        if not adamw.takes([*parameters, *grads]):
-            return False
-        states = [self.state_of(name) for name in self.parameters]
+        names = [name for name, own in self.param_options.items() if own.rule == "adamw"]
+        parameters, grads = [self.parameters[name] for name in names], [self._grad(name) for name in names]
+        if not names or not adamw.takes([*parameters, *grads]):
+            return frozenset()
+        states = [self.state_of(name) for name in names]
         if not adamw.takes([state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]):
-            return False
-        self.num_updates += 1
+            return frozenset()
         coefficients = cache(partial(self._coefficients, rate, factor))
-        for own, parameter, grad, state in zip(self.param_options.values(), parameters, grads, states, strict=True):
+        for name, parameter, grad, state in zip(names, parameters, grads, states, strict=True):
+            own = self.param_options[name]
             adamw.update(parameter, grad, state["exp_avg"], state["exp_avg_sq"],
                          coefficients(own.lr_scale, own.weight_decay))
-            state[STEP].fill_(self.num_updates)  # as torch's optimizer counts
-        return True
+            state[STEP].fill_(self.num_updates + 1)  # as torch's optimizer counts
+        return frozenset(names)
 
     def _coefficients(self, rate: float, factor: float, lr_scale: float, weight_decay: float) -> Coefficients:
-        """Of the update whose number is `num_updates`."""
+        """Of the next update."""
         return adamw.coefficients(AdamWStep(rate * lr_scale, self.options.betas, self.options.eps, weight_decay,
-                                            self.num_updates), factor)
+                                            self.num_updates + 1), factor)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Kind of state ("exp_avg") -> parameter -> tensor; zeros before the first update."""

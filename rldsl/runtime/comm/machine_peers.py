@@ -50,39 +50,58 @@ def share_memory(groups: Sequence[Group], timeout: timedelta | None) -> tuple[Sh
     `runtime/collectives.py` use it as long as the result is held."""
     if dist.get_world_size() == 1 or dist.get_backend() != "gloo":
         return ()
-    rank, name, size = dist.get_rank(), os.urandom(DIGEST), len(groups) * SLOTS * SLOT_BYTES
-    connected: dict[int, Connected] = {}
-    complete = True
+    connected = _connect_machine(len(groups) * SLOTS * SLOT_BYTES)
+    if connected is None:
+        return ()
+    made = _groups_of(connected, groups, timeout)
+    for each in made:
+        register(each)
+    return made
+
+
+def _connect_machine(size: int) -> dict[int, Connected] | None:
+    """The ranks of this machine by number, this one included, each with `size` bytes; none where this rank shares no
+    memory. None: a connection has failed, of any rank of the world. All ranks of the world call it together."""
+    rank, name = dist.get_rank(), os.urandom(DIGEST)
     with ExitStack() as stack:
         opened = _open(name, size, stack)
-        own = (machine_digest() if opened else os.urandom(DIGEST)) + name  # without them a rank is alone
-        table = [bytes(x) for x in all_gather(torch.tensor(list(own), dtype=torch.uint8, device=CPU)).tolist()]
-        names = {r: other[DIGEST:] for r, other in enumerate(table) if other[:DIGEST] == own[:DIGEST]}
-        alone = opened is None or not 1 < len(names) <= MAX_RANKS
-        below: dict[int, socket.socket] = {}
-        if not alone:
-            try:
-                below = {r: _call(_address(name)) for r, name in names.items() if r < rank}
-            except OSError:
-                complete = False
-        if not all_agree(complete, dist.group.WORLD, CPU):  # before any rank waits for a call that does not come
-            return ()
-        if opened is not None and not alone:
-            try:
-                connected = _connect(rank, names, below, *opened, size)
-            except (OSError, ValueError):
-                complete = False
-    if not all_agree(complete, dist.group.WORLD, CPU):
-        return ()
-    seconds = None if timeout is None else timeout.total_seconds()
+        names = _names_on_machine(name, opened is not None)
+        own = opened if 1 < len(names) <= MAX_RANKS else None
+        below = _call_lower(rank, names) if own else {}
+        # before any rank waits for a call that does not come
+        if not all_agree(below is not None, dist.group.WORLD, CPU) or below is None:
+            return None
+        connected = _try_to_connect(rank, names, below, *own, size) if own else {}
+    return connected if all_agree(connected is not None, dist.group.WORLD, CPU) else None
+
+
+def _names_on_machine(name: bytes, shares: bool) -> dict[int, bytes]:
+    """The names of the sockets of the ranks on this machine, by rank, this one's included. shares: whether this rank
+    has a socket and memory; else it is alone. All ranks of the world call it together."""
+    own = (machine_digest() if shares else os.urandom(DIGEST)) + name
+    table = [bytes(x) for x in all_gather(torch.tensor(list(own), dtype=torch.uint8, device=CPU)).tolist()]
+    return {r: other[DIGEST:] for r, other in enumerate(table) if other[:DIGEST] == own[:DIGEST]}
+
+
+def _call_lower(rank: int, names: Mapping[int, bytes]) -> dict[int, socket.socket] | None:
+    """Sockets to the ranks with lower numbers; None if one cannot be had."""
+    try:
+        return {r: _call(_address(name)) for r, name in names.items() if r < rank}
+    except OSError:
+        return None
+
+
+def _groups_of(connected: Mapping[int, Connected], groups: Sequence[Group], timeout: timedelta | None
+               ) -> tuple[SharedMemoryGroup, ...]:
+    """Those of the groups in which this rank is and whose ranks are all connected. The memory of a rank has slots for
+    all groups, one behind the other."""
+    rank, seconds = dist.get_rank(), None if timeout is None else timeout.total_seconds()
     made = []
     for number, (ranks, group) in enumerate(groups):
         if rank in ranks and len(ranks) > 1 and connected.keys() >= set(ranks):
             at = slice(number * SLOTS * SLOT_BYTES, (number + 1) * SLOTS * SLOT_BYTES)
             made.append(SharedMemoryGroup(group, number, ranks.index(rank), [connected[r].peer for r in ranks],
                                           [connected[r].memory[at].view(SLOTS, -1) for r in ranks], seconds))
-    for each in made:
-        register(each)
     return tuple(made)
 
 
@@ -118,6 +137,15 @@ def _open(name: bytes, size: int, stack: ExitStack) -> tuple[socket.socket, int]
 def _address(name: bytes) -> str:
     """In the abstract namespace, which has no files."""
     return f"\0rldsl-{name.hex()}"
+
+
+def _try_to_connect(rank: int, ranks: Collection[int], below: Mapping[int, socket.socket], listener: socket.socket,
+                    file: int, size: int) -> dict[int, Connected] | None:
+    """As `_connect`; None where that fails."""
+    try:
+        return _connect(rank, ranks, below, listener, file, size)
+    except (OSError, ValueError):
+        return None
 
 
 def _connect(rank: int, ranks: Collection[int], below: Mapping[int, socket.socket], listener: socket.socket, file: int,
