@@ -24,7 +24,7 @@ from rldsl.memory.parameters import FLOAT, Copy, vocabulary
 from rldsl.memory.values import ROW, WIDE, Tables, rows, width
 from rldsl.plan.events import Generate
 
-ANGLES = 6  # numbers of a position's rotary embedding that are made for each of a head
+ANGLES = 6  # numbers of a position's rotary embedding that are made for each of a head; a kernel makes two
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,11 @@ class OpTrace:
         """For what the operators make. Without it the trace cannot run."""
         return self._made.has_memory
 
+    @property
+    def bytes_made(self) -> int:
+        """Of memory for what the operators make."""
+        return sum(size for _, size in self._made.sizes)
+
     def release_memory(self) -> None:
         self._made.release_memory()
 
