@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rldsl.backends.torch.model.stage import Stage
 
 
-
 def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor | None, must_continue: torch.Tensor | None,
            eos_ids: torch.Tensor, cuts: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens [S] int64 and their log-probs [S] float32, at the sampling temperature and before any filter.

@@ -188,7 +188,7 @@ def write_tokens(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, colu
                  source: torch.Tensor | None) -> None:
     """cache[slots[i], columns[i]] = x[:, source[i]] (x[:, i] without `source`). cache: [S, W, K, D], in memory
     [S, K, W, D]; x: [K, T, D]; slots, columns, source: [n] int64. Not for steps that are captured.
-    Errors: IndexError for a place that there is not; ValueError for other shapes and dtypes."""
+    Errors: IndexError for an unknown place; ValueError for other shapes and dtypes."""
     (heads, tokens, size), (num_slots, width, *rest) = x.shape, cache.shape
     places = (slots, columns) if source is None else (slots, columns, source)
     if rest != [heads, size] or any(p.dtype is not torch.int64 or p.shape != slots.shape or not p.is_contiguous()

@@ -142,13 +142,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     rows = x.flatten(0, -2) if x.dim() > 2 else x
     if x.dim() < 2:
         return F.linear(x, weight, bias)
-    out: torch.Tensor
-    if not torch.is_grad_enabled() and few_row_products.takes(rows, weight, bias):
+    out: torch.Tensor | None = None
+    if torch.is_grad_enabled():
+        if _adds_gradients(rows, weight) or _is_multiplied_here(rows, weight, bias):
+            out = _Linear.apply(rows, weight, bias)
+    elif few_row_products.takes(rows, weight, bias):
         out = few_row_products.few_row_product(rows, weight, bias)
-    elif not _adds_gradients(rows, weight) and not _is_multiplied_here(rows, weight, bias):
-        return F.linear(x, weight, bias)
     else:
-        out = _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _multiplied(rows, weight, bias)
+        out = _multiplied_here(rows, weight, bias)
+    if out is None:
+        return F.linear(x, weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
@@ -199,7 +202,7 @@ def _adds_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _is_multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `_multiplied` multiplies otherwise than torch does."""
+    """Whether `_multiplied_here` gives a product."""
     return _has_panels(a, b, bias) or _takes(a, b)
 
 
@@ -210,9 +213,15 @@ def _has_panels(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = No
 
 def _multiplied(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """a [n, k] @ b [m, k].T + bias [m]. Not differentiable."""
+    out = _multiplied_here(a, b, bias)
+    return F.linear(a, b, bias) if out is None else out
+
+
+def _multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The same by panels or by oneDNN; None where torch multiplies."""
     if _has_panels(a, b, bias):
         return panel_products.panel_product(a, b, bias)
-    return _onednn(a, b, bias) if _takes(a, b) else F.linear(a, b, bias)
+    return _onednn(a, b, bias) if _takes(a, b) else None
 
 
 def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
