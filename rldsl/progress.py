@@ -69,6 +69,13 @@ def interrupting_signal(pid: int) -> signal.Signals:
     return signal.SIGINT
 
 
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
 Listener = Callable[[Stage], None]
 _LISTENER: ContextVar[Listener | None] = ContextVar("rldsl progress", default=None)
 

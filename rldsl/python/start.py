@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from rldsl import threads
-from rldsl.diag import Failure
-from rldsl.progress import Interrupted, ctrl_c_held, interrupting_signal, stage
-from rldsl.runtime.message_file import VARIABLE
+from rldsl.diag import Diagnostic, Failure
+from rldsl.progress import Interrupted, ctrl_c_held, interrupting_signal, signal_name, stage
+from rldsl.runtime.message_file import VARIABLE, report
 from rldsl.runtime.metrics.run_record import STOPPED, read_record
 
 PATIENCE = 8.0  # seconds that the ranks have to end after Ctrl-C
 EARLY = "before the first step; to start again, repeat the command"
+PASSED_ON = (signal.SIGINT, signal.SIGTERM)  # what this process sends to the launcher itself
 TICK = 0.1      # seconds between two looks at a run that is followed
 
 
@@ -73,10 +74,19 @@ def launch(plan: str, world: int, out: str, options: Sequence[str], quiet: bool 
                 raise Failure([threads.refused("this process")]) from None
             raise
         code = _waited(process, release, follower, Path(out), earlier)
+    if code < 0 and -code not in PASSED_ON and follower is None:
+        report((_killed(-code),))
     status = code if code >= 0 else 128 - code  # a signal ended it: as a shell reports that
     if status == 128 + signal.SIGTERM and follower is None and read_record(Path(out)) == earlier:
         print(f"terminated {EARLY}", file=sys.stderr, flush=True)
     return status
+
+
+def _killed(number: int) -> Diagnostic:
+    """What a signal that nobody passed on has done to the launcher."""
+    return Diagnostic("RL0709", f"the process that started the ranks was killed ({signal_name(number)})",
+                      help="the ranks stop by themselves, after the step where the run writes checkpoints; then start "
+                           "the run again with `--resume`")
 
 
 def _waited(process: subprocess.Popen[str], release: Callable[[], None], follower: Follower | None, out: Path,

@@ -19,6 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
+from rldsl.progress import signal_name
 from rldsl.runtime import local_ranks
 from rldsl.runtime.message_file import report
 from rldsl.runtime.parent import terminate_with
@@ -81,16 +82,9 @@ def _all_killed(codes: Mapping[int, int]) -> Diagnostic:
     SIGTERM to the ranks that are left, so it names the others if there are any."""
     killed = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
     who = f"rank{'s' * (len(killed) > 1)} {', '.join(map(str, sorted(killed)))} {'were' if len(killed) > 1 else 'was'}"
-    return Diagnostic("RL0709", f"{who} killed ({', '.join(sorted({_signal_name(-c) for c in killed.values()}))})",
+    return Diagnostic("RL0709", f"{who} killed ({', '.join(sorted({signal_name(-c) for c in killed.values()}))})",
                       help="possibly because memory ran out; see the system log; checkpoints that were written are "
                            "complete: start the run again with `--resume`")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _cannot_meet(arguments: list[str], error: Exception) -> Diagnostic:

@@ -227,3 +227,15 @@ def test_rlc_run_alone_gets_it(tmp_path: Path) -> None:
     assert process.returncode == 130 and time.monotonic() - begun < start.PATIENCE, said
     assert said.count("interrupted in step ") == 1 and "Traceback" not in said and "error" not in said, said
     assert not (tmp_path / "out/run.lock").exists()
+
+
+@pytest.mark.parametrize("number, says", [(signal.SIGKILL, True), (signal.SIGSEGV, True), (signal.SIGTERM, False)])
+def test_a_launcher_that_is_killed(number: signal.Signals, says: bool, tmp_path: Path) -> None:
+    """`rlc run` tells what has happened to it, unless it asked for it itself; the status is that of a shell."""
+    (tmp_path / "launcher.py").write_text(f"import os; os.kill(os.getpid(), {int(number)})")
+    text = CALLER.replace('start.launch("x.plan", 1, "out", [])', 'sys.exit(start.launch("x.plan", 1, "out", []))')
+    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, check=False)
+    assert done.returncode == 128 + number and "Traceback" not in done.stderr
+    assert (f"the process that started the ranks was killed ({number.name})" in done.stderr) == says
+    assert ("--resume" in done.stderr) == says
