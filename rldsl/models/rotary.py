@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 WIDTHS = ("head_dim", "qk_rope_head_dim", "rotary_dim")
-FACTOR, NAMES_OF_FACTOR = "partial_rotary_factor", ("partial_rotary_factor", "rotary_pct")
+NAMES_OF_SHARE = ("partial_rotary_factor", "rotary_pct")  # of the share of a head that is rotated
 WORDS = ("rotary", "rope")  # in the names of the functions that rotate
 HELP = ("`head_dim`, or else hidden_size / num_attention_heads, must be even, and so must what is rotated of it: train "
         "the model with other sizes, or choose another one")
@@ -35,7 +35,7 @@ def _rotated(config: Mapping[str, Any]) -> Iterator[int]:
     """How many dimensions of a head may be rotated; which of these numbers counts is up to the family. config: as a
     dict."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    shares = {1.0, *(share for part in _parts(config) for name in NAMES_OF_FACTOR
+    shares = {1.0, *(share for part in _parts(config) for name in NAMES_OF_SHARE
                      if isinstance(share := part.get(name), int | float))}
     widths = [config.get(name) for name in WIDTHS]
     if type(hidden) is int and type(heads) is int and heads > 0:

@@ -18,9 +18,10 @@ from typing import IO, Any, Protocol
 
 from rldsl import threads
 from rldsl.diag import Diagnostic, Failure
-from rldsl.progress import Interrupted, ctrl_c_held, interrupting_signal, signal_name, stage
+from rldsl.progress import Interrupted, stage
 from rldsl.runtime.message_file import VARIABLE, report
 from rldsl.runtime.metrics.run_record import STOPPED, read_record
+from rldsl.signals import ctrl_c_held, interrupting_signal, signal_name
 
 PATIENCE = 8.0  # seconds that the ranks have to end after Ctrl-C
 EARLY = "before the first step; to start again, repeat the command"

@@ -19,10 +19,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.progress import signal_name
 from rldsl.runtime import local_ranks
 from rldsl.runtime.message_file import report
 from rldsl.runtime.parent import terminate_with
+from rldsl.signals import signal_name
 
 
 def main(arguments: list[str]) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from rldsl import threads
 from rldsl.diag import Failure, counted
-from rldsl.progress import ctrl_c_held, interrupting_signal
+from rldsl.signals import ctrl_c_held, interrupting_signal
 
 PATIENCE = 30.0  # seconds that ranks have to end after a signal, as with torchrun
 NOTICE = 15.0    # seconds that ranks have to notice that rank 0 was killed; they need some 4

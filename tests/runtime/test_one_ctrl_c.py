@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rldsl.progress import ctrl_c_held, interrupting_signal
 from rldsl.python import start
+from rldsl.signals import ctrl_c_held, interrupting_signal
 from tests.runtime.test_interrupt import PROGRAM
 from tests.runtime.test_local_ranks import READY, gone, until_ready
 from tests.runtime.test_local_ranks import start as started_ranks

@@ -1,8 +1,9 @@
 /* Cosines and sines of the angles of rotary position embeddings, for `cpu_rotary.py`.
 
    An angle is a product in float32, as models define it, and may be many turns. What is left of it beside whole quarters
-   of a turn is computed in float64, and so are the polynomials, whose terms are those of the Taylor series: within 1e-9
-   of the functions, so that nearly all results are the float32 numbers closest to them. */
+   of a turn is computed in float64, with a quarter in two parts (Cody and Waite 1980), and so are the polynomials, whose
+   terms are those of the Taylor series: within 1e-9 of the functions, so that nearly all results are the float32 numbers
+   closest to them. */
 
 #include "cpu_vectors.h"
 

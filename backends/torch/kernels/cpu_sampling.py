@@ -23,7 +23,7 @@ def sample(hidden: torch.Tensor, head: torch.Tensor, draws: torch.Tensor, temper
     """Tokens [S] int64 by `draws` [S] float64 in (0, 1) from softmax(hidden @ head.T / temperature), the first at which
     the cumulative sum exceeds the draw, and their log-probs [S]. hidden: [S, H]; head: [V, H]."""
     out: tuple[torch.Tensor, torch.Tensor] = operators.call(torch.ops.rldsl.sample, _sample, hidden, head, draws,
-                                                                     temperature)
+                                                            temperature)
     return out
 
 

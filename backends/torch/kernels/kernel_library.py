@@ -109,8 +109,8 @@ class KernelCall:
 
 @dataclass(slots=True, repr=False)
 class KernelRun:
-    """Calls that one call of C makes. Tensors may have other memory each time; of those in `announced`, whoever moves
-    them calls `locate`, since looking at all of them takes a tenth of the time of small kernels."""
+    """Calls that one call of C makes. Tensors may have other memory each time. Whoever moves those of `announced` calls
+    `locate`, since it takes longer to look where all tensors are than to run some of the kernels."""
 
     calls: Sequence[KernelCall]
     announced: Collection[int] = ()  # `_cdata` of the storages of tensors that move when somebody says so

@@ -22,12 +22,11 @@ from torch import nn
 from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.cpu_rotary import angles, has_angles, rotate, takes
+from rldsl.models.trials import PROJECTIONS, ROTARY
 
 FIXED_FREQUENCIES = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on how many there are
-ROTARY = "apply_rotary_pos_emb"  # what transformers calls it in the modules of all families
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
