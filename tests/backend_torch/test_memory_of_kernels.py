@@ -20,6 +20,7 @@ from rldsl.backends.torch.kernels import (
     cpu_sampling,
     few_row_products,
     kernel_library,
+    linear_layers,
     ordered_kernels,
     panel_products,
 )
@@ -70,6 +71,11 @@ def few_row_product() -> None:
     few_row_products.product_call(torch.empty(16, 8), torch.randn(16, 32), torch.randn(8, 32), None)()
 
 
+def gradients_of_layers() -> None:
+    x, weight = torch.randn(40, 16), torch.randn(8, 16)
+    linear_layers._add_gradients(x, [weight], [torch.randn(40, 8)], [torch.zeros(8, 16)], True)
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "decode_attention": lambda: decode_attention(cpu_kernels, 2),
     "decode_attention, threads": lambda: decode_attention(cpu_kernels, 40),
@@ -80,6 +86,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "sample": sample,
     "few_row_sample": few_row_sample,
     "few_row_product": few_row_product,
+    "linear_layers_backward": gradients_of_layers,
     "panel_products": lambda: panel_products.panel_product(torch.randn(40, 16), torch.randn(40, 16)),
 }
 
@@ -103,7 +110,7 @@ def outcome(_: int, name: str, fast: str, ordered: str) -> str:
         libraries.append(library)
     for function in kernel_library.CANNOT_FAIL:
         getattr(libraries[0], function).restype = None
-    for module in (kernel_library, cpu_kernels, cpu_sampling, panel_products):
+    for module in (kernel_library, cpu_kernels, cpu_sampling, linear_layers, panel_products):
         module.library = lambda: libraries[0]  # type: ignore[attr-defined]
     ordered_kernels._library = lambda: libraries[1]
     torch.set_num_threads(2)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.generate.op_trace import trace
-from rldsl.backends.torch.kernels import c_compiler, kernel_library, panel_products, products
+from rldsl.backends.torch.kernels import c_compiler, kernel_library, linear_layers, panel_products, products
 from rldsl.backends.torch.kernels.few_row_products import few_row_product
 from rldsl.backends.torch.kernels.panel_products import add_panel_product, panel_product, takes
 
@@ -129,25 +129,26 @@ def test_another_total(total: torch.Tensor) -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As on a machine where MKL is no faster, without the kernel for few rows. Names of the functions of
-    `panel_products` that were called."""
+    """As on a machine where MKL is no faster, without the kernel for few rows. Names of the functions that were called
+    and multiply by panels."""
     monkeypatch.setattr(products.few_row_products, "takes", lambda *_: False)
     monkeypatch.setattr(products, "panels_are_fast", lambda: True)
     monkeypatch.setattr(products, "_onednn", lambda *_: pytest.fail("oneDNN was called"))
     found: list[str] = []
 
-    def count(name: str) -> None:
-        plain = getattr(panel_products, name)
+    def count(module: Any, name: str) -> None:
+        plain = getattr(module, name)
 
         def called(*args: Any) -> torch.Tensor:
             found.append(name)
             result: torch.Tensor = plain(*args)
             return result
 
-        monkeypatch.setattr(panel_products, name, called)
+        monkeypatch.setattr(module, name, called)
 
-    count("panel_product")
-    count("add_panel_product")
+    count(panel_products, "panel_product")
+    count(panel_products, "add_panel_product")
+    count(linear_layers, "_add_gradients")
     return found
 
 
@@ -157,7 +158,7 @@ def test_a_layer_and_its_gradients(counted: list[str], shape: tuple[int, ...], b
     layer = nn.Linear(40, 56, bias=bias)
     x = torch.randn(*shape, 40, requires_grad=True)
     results = []
-    for forward in (products.linear, nn.functional.linear):
+    for forward in (linear_layers.linear, nn.functional.linear):
         layer.zero_grad()
         x.grad = None
         out = forward(x, layer.weight, layer.bias)
@@ -175,11 +176,11 @@ def test_gradients_of_several_passes_add_up(counted: list[str], held: bool) -> N
     exact = torch.zeros(56, 40)
     for _ in range(3):
         x, grad = torch.randn(90, 40), torch.randn(90, 56)
-        products.linear(x, weight, None).backward(grad)
+        linear_layers.linear(x, weight, None).backward(grad)
         exact += grad.T @ x
     assert weight.grad is not None and (buffer is None or weight.grad is buffer)
     torch.testing.assert_close(weight.grad, exact, rtol=1e-4, atol=1e-4)
-    assert counted.count("add_panel_product") == (3 if held else 2)
+    assert counted.count("_add_gradients") == (3 if held else 2)
 
 
 def test_gradients_of_a_head_add_up(counted: list[str]) -> None:

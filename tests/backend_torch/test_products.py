@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.match import gap
 from benchmarks.match import prompts as ragged_prompts
 from rldsl.backends.torch.generate.op_trace import trace
-from rldsl.backends.torch.kernels import few_row_products, panel_products, products
+from rldsl.backends.torch.kernels import few_row_products, linear_layers, panel_products, products
 from rldsl.backends.torch.model import invariant_products
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
@@ -55,7 +55,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_a_layer_and_its_gradients(calls: list[tuple[int, ...]], shape: tuple[int, ...], bias: bool) -> None:
     given = [numbers(*shape, INPUTS), numbers(OUTPUTS, INPUTS), numbers(OUTPUTS) if bias else None]
     results = []
-    for layer in (products.linear, F.linear):
+    for layer in (linear_layers.linear, F.linear):
         leaves = [None if x is None else x.clone().requires_grad_() for x in given]
         out = layer(*leaves)
         out.backward(numbers(*out.shape))
@@ -81,7 +81,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize("shape", [(ROWS,), (1, ROWS), (4, ROWS // 4)])
 def test_the_result_may_be_overwritten(calls: list[tuple[int, ...]], shape: tuple[int, ...]) -> None:
     results = []
-    for layer in (products.linear, F.linear):
+    for layer in (linear_layers.linear, F.linear):
         x, weight = numbers(*shape, INPUTS).requires_grad_(), numbers(OUTPUTS, INPUTS).requires_grad_()
         out = Doubled.apply(layer(x, weight, None))
         out.backward(numbers(*out.shape))
@@ -93,7 +93,7 @@ def test_the_result_may_be_overwritten(calls: list[tuple[int, ...]], shape: tupl
 
 def test_a_frozen_weight_has_no_gradient(calls: list[tuple[int, ...]]) -> None:
     x, weight = numbers(ROWS, INPUTS).requires_grad_(), numbers(OUTPUTS, INPUTS)
-    products.linear(x, weight, None).sum().backward()
+    linear_layers.linear(x, weight, None).sum().backward()
     assert x.grad is not None and weight.grad is None and len(calls) == 2
 
 
@@ -113,13 +113,13 @@ def test_what_stays_with_torch(calls: list[tuple[int, ...]]) -> None:
     assert torch.equal(products.product(*narrow), narrow[0] @ narrow[1].T)
     for dtype in (torch.float64, torch.bfloat16):
         large = numbers(ROWS, INPUTS, dtype=dtype), numbers(OUTPUTS, INPUTS, dtype=dtype)
-        assert torch.equal(products.linear(*large, None), F.linear(*large))
+        assert torch.equal(linear_layers.linear(*large, None), F.linear(*large))
     large = numbers(ROWS, INPUTS), numbers(OUTPUTS, INPUTS)
     with torch.autocast("cpu", torch.bfloat16):
-        assert products.linear(*large, None).dtype == torch.bfloat16
+        assert linear_layers.linear(*large, None).dtype == torch.bfloat16
     with FakeTensorMode():
-        assert products.linear(torch.empty(ROWS, INPUTS), torch.empty(OUTPUTS, INPUTS), None).shape == (ROWS, OUTPUTS)
-    assert products.linear(numbers(INPUTS), large[1], None).shape == (OUTPUTS,)
+        assert linear_layers.linear(torch.empty(ROWS, INPUTS), torch.empty(OUTPUTS, INPUTS), None).shape == (ROWS, OUTPUTS)
+    assert linear_layers.linear(numbers(INPUTS), large[1], None).shape == (OUTPUTS,)
     assert not calls
 
 
@@ -139,7 +139,7 @@ def test_gradients_of_several_passes_add_up(panels: bool, monkeypatch: pytest.Mo
     watched.register_hook(lambda grad: seen.append(grad.clone()))
     for weight in (fresh, given, hooked, watched):
         for x, grad in zip(xs, grads, strict=True):
-            products.linear(x, weight, None).backward(grad)
+            linear_layers.linear(x, weight, None).backward(grad)
         assert weight.grad is not None
         close(weight.grad, expected)
     assert given.grad is buffer and len(seen) == 6
@@ -147,7 +147,7 @@ def test_gradients_of_several_passes_add_up(panels: bool, monkeypatch: pytest.Mo
     close(seen[5], grads[2].T @ xs[2])
     half = torch.nn.Parameter(numbers(OUTPUTS, INPUTS))
     half.grad = torch.zeros(OUTPUTS, INPUTS)
-    products.linear(xs[0], half * 0.5, None).backward(grads[0])
+    linear_layers.linear(xs[0], half * 0.5, None).backward(grads[0])
     close(half.grad, 0.5 * (grads[0].T @ xs[0]))
 
 
@@ -169,11 +169,11 @@ def test_machines(monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str,
 def test_a_trace_repeats_them(calls: list[tuple[int, ...]]) -> None:
     x, weight = numbers(ROWS, INPUTS), numbers(OUTPUTS, INPUTS)
     with torch.no_grad():
-        (out,), captured = trace(lambda: (products.linear(x, weight, None).relu(),))
+        (out,), captured = trace(lambda: (linear_layers.linear(x, weight, None).relu(),))
     x.copy_(numbers(ROWS, INPUTS).flip(0))
     weight.mul_(0.5)
     with torch.no_grad():
-        assert torch.equal(captured()[0], products.linear(x, weight, None).relu()) and out.shape == (ROWS, OUTPUTS)
+        assert torch.equal(captured()[0], linear_layers.linear(x, weight, None).relu()) and out.shape == (ROWS, OUTPUTS)
 
 
 @pytest.fixture(scope="module")
@@ -220,5 +220,5 @@ def test_an_invariant_model_has_one_library(calls: list[tuple[int, ...]], path: 
     shard.train([(made.batch,)], [("logprobs",)], 1.0, lambda _, out: out[0]["logprobs"].mean())
     sizes = [math.prod(shape) for shape in calls]
     assert (min(sizes) < products.MIN_MULTIPLICATIONS) if faster else not sizes
-    assert not any(isinstance(module, products.CpuLinear) for chunk in shard.stage.chunks
+    assert not any(isinstance(module, linear_layers.CpuLinear) for chunk in shard.stage.chunks
                    for module in chunk.body.modules())

@@ -100,5 +100,5 @@ def _heads(x: torch.Tensor) -> tuple[int, int, int]:
 
 def _numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> tuple[int, ...]:
     """Where the segments are, and the sizes."""
-    return (segments.table.data_ptr(), segments.groups.data_ptr(), len(segments.groups) - 1, len(q), len(k), q.shape[2],
-            v.shape[2])
+    return (segments.table.data_ptr(), segments.groups.data_ptr(), segments.groups.shape[0] - 1,
+            q.shape[0], k.shape[0], q.shape[2], v.shape[2])

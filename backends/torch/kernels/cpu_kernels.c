@@ -376,5 +376,6 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
 #include "cpu_heads.c"
 #include "cpu_lookups.c"
 #include "cpu_products.c"
+#include "cpu_layers.c"
 #include "cpu_sampled_tokens.c"
 #include "cpu_calls.c"

@@ -43,7 +43,7 @@ def rms_norm_backward(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, 
     """The gradients of x and of the weight, as far as they are wanted. scale: of `normalized`."""
     grad_x, grad_weight = torch.empty_like(grad) if of_x else None, torch.empty_like(weight) if of_weight else None
     check(library().rms_norm_backward(grad.data_ptr(), x.data_ptr(), scale.data_ptr(), weight.data_ptr(), scale.numel(),
-                                      len(weight), _pointer(grad_x), _pointer(grad_weight)))
+                                      weight.shape[0], _pointer(grad_x), _pointer(grad_weight)))
     return grad_x, grad_weight
 
 
@@ -169,7 +169,7 @@ def _attend_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.
     (q_head, q_seq, _), (k_head, k_seq, _), (v_head, v_seq, _) = q.stride(), k.stride(), v.stride()
     return KernelCall("decode_attention", (
         q, q_head, q_seq, k, k_head, k_seq, v, v_head, v_seq, keys, values, keys.stride(0), positions, sequences, heads,
-        len(k), keys.shape[1], size, scale, window, out))
+        k.shape[0], keys.shape[1], size, scale, window, out))
 
 
 def _attend(*arguments: Any) -> None:

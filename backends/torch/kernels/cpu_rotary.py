@@ -56,8 +56,8 @@ def _compiled(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
 def takes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether `CpuRotary` computes these."""
     return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (q, k, cos, sin)) and all(
-        x.dim() == 4 and len(x) == 1 and x.shape[-2:] == cos.shape[-2:] and x.shape[-1] % 2 == 0
-        for x in (q, k)) and cos.dim() == 3 and len(cos) == 1 and not (cos.requires_grad or sin.requires_grad)
+        x.dim() == 4 and x.shape[0] == 1 and x.shape[-2:] == cos.shape[-2:] and x.shape[-1] % 2 == 0
+        for x in (q, k)) and cos.dim() == 3 and cos.shape[0] == 1 and not (cos.requires_grad or sin.requires_grad)
 
 
 # ----------------------------------------------------------------------------------------------------------- angles

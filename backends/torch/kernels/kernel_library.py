@@ -50,6 +50,7 @@ ARGUMENTS = {
     "write_tokens": (POINTER, INT, INT, INT, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT, INT),
     "adamw": (*(POINTER,) * 4, INT, POINTER),
     "panel_products": (POINTER, INT, INT, POINTER, INT, INT, POINTER, INT, INT, INT, ctypes.c_int, POINTER),
+    "linear_layers_backward": (POINTER, INT, INT, INT, POINTER, INT, POINTER),
     "head_statistics": (POINTER, POINTER, POINTER, INT, INT, INT, FLOAT, *(POINTER,) * 5),
     "head_gradients": (*(POINTER,) * 6, INT, INT, INT, FLOAT, POINTER, POINTER, POINTER),
     "head_memory": (INT, INT, ctypes.c_int),

@@ -1,29 +1,25 @@
 """Products of float32 matrices on CPUs, by the faster of the two libraries that torch has, or by kernels of ours.
 
-In: matrices. Out: their product, or a linear layer with its gradients.
+In: matrices. Out: their product, without a gradient (`linear_layers.py` has those).
 
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone. Elsewhere `panel_products`
 and, without compiled kernels, oneDNN, which torch has for other dtypes, are up to twice as fast; with AVX2 panels are
 as fast as MKL for layers, and up to twice as fast for large vocabularies. Which one multiplies depends on the machine
 and on the sizes of the matrices and on nothing else, so that the same call gives the same numbers every time. Small
-products stay with MKL where a call of oneDNN would take longer to begin. Few rows without a gradient are multiplied by
-`few_row_products`, where it takes them. Invariant models choose by the machine alone (`ordered_product`), since a row
-must have the same numbers in every batch.
+products stay with MKL where a call of oneDNN would take longer to begin. Few rows are multiplied by `few_row_products`,
+where it takes them: panels copy the weight, which then takes as long as the product. Invariant models choose by the
+machine alone (`ordered_product`), since a row must have the same numbers in every batch.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from rldsl.backends.torch.kernels import few_row_products, panel_products
-from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.backends.torch.kernels.held_gradients import held_gradient, parameter_of
 from rldsl.backends.torch.kernels.kernel_library import are_plain
 
 MIN_MULTIPLICATIONS = 1 << 20  # from here on oneDNN is faster
@@ -32,6 +28,7 @@ MIN_COLUMNS, MIN_TILED = 1 << 13, 1 << 21  # from here on (columns, elements) it
 MAX_ADDED_TERMS = 128          # of a sum that is added to a total by MKL
 ADDED = 1 << 22                # elements of a product that oneDNN computes before they are added to a total
 MIN_ELEMENTS = 1 << 12         # that a product has then: oneDNN is slow at few rows and columns with long sums
+FEW_ROWS = 192                 # from here on panels are faster
 
 
 @cache
@@ -74,9 +71,7 @@ def has_onednn() -> bool:
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [n, k] @ b [m, k].T -> [n, m]. Not differentiable: for functions with their own gradient."""
-    if few_row_products.takes(a, b):
-        return few_row_products.few_row_product(a, b)
-    return _multiplied(a, b, None)
+    return multiplied(a, b, None)
 
 
 def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -85,7 +80,7 @@ def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     with AVX2. Not for steps that are captured: their operators write complete tensors."""
     large = len(b) >= MIN_COLUMNS and len(a) * len(b) >= MIN_TILED
     if (not large or a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or mkl_lacks_avx512()
-            or _has_panels(a, b)):
+            or has_panels(a, b)):
         return product(a, b)
     out = a.new_empty(len(a), len(b))
     rows, columns = TILE
@@ -115,9 +110,9 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     Panels add in both orders of memory. oneDNN cannot add to a total. MKL does so in place, which is faster for short
     sums, where most of the time goes to reading and writing the total; for longer ones oneDNN's products are added, at
     most `ADDED` elements at a time."""
-    if total is None and _has_panels(b, a):  # a may be a table of logits: panels copy each of its numbers once
+    if total is None and has_panels(b, a):  # a may be a table of logits: panels copy each of its numbers once
         return panel_products.panel_product(b, a).T
-    if total is not None and _has_panels(a, b) and (total.is_contiguous() or total.T.is_contiguous()):
+    if total is not None and has_panels(a, b) and (total.is_contiguous() or total.T.is_contiguous()):
         if total.is_contiguous():
             panel_products.add_panel_product(total, a, b)
         else:
@@ -137,89 +132,32 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     return total
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., k] @ weight [m, k].T + bias [m]."""
-    rows = x.flatten(0, -2) if x.dim() > 2 else x
-    if x.dim() < 2:
-        return F.linear(x, weight, bias)
-    out: torch.Tensor | None = None
-    if torch.is_grad_enabled():
-        if _adds_gradients(rows, weight) or _is_multiplied_here(rows, weight, bias):
-            out = _Linear.apply(rows, weight, bias)
-    elif few_row_products.takes(rows, weight, bias):
-        out = few_row_products.few_row_product(rows, weight, bias)
-    else:
-        out = _multiplied_here(rows, weight, bias)
-    if out is None:
-        return F.linear(x, weight, bias)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+def is_multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether `multiplied_here` gives a product."""
+    return has_few_rows(a, b, bias) or has_panels(a, b, bias) or _takes(a, b)
 
 
-class CpuLinear(nn.Linear):
-    """A linear layer whose products the fastest way computes."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(input, self.weight, self.bias)
+def has_few_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether `few_row_products` computes a [n, k] @ b [m, k].T + bias [m], and fastest."""
+    return (a.shape[0] <= FEW_ROWS or not panels_are_fast()) and few_row_products.takes(a, b, bias)
 
 
-def use_cpu_linear(module: nn.Module) -> None:
-    """Let the plain linear layers of a model be `CpuLinear`."""
-    for layer in module.modules():
-        if type(layer) is nn.Linear:
-            layer.__class__ = CpuLinear
-
-
-class _Linear(Function):
-    """[n, k] -> [n, m]. Its result is no view: a sum over tp is made in its place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter = parameter_of(weight)
-        return _multiplied(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = product(grad, weight.T) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(ctx.parameter, x, grad) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
-
-
-def _weight_gradient(parameter: nn.Parameter | None, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-    """grad [n, m].T @ x [n, k]. None where it was added to what the parameter holds, which saves a tensor as
-    large as the parameter and a pass over both."""
-    grad, total = grad.contiguous(), held_gradient(parameter)
-    if total is None:
-        return product(grad.T, x.T)
-    add_product(total, grad.T, x.T)
-    return None
-
-
-def _adds_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradient of a weight may be added to what it is already."""
-    return torch.is_grad_enabled() and weight.requires_grad and _are_plain(x, weight)
-
-
-def _is_multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `_multiplied_here` gives a product."""
-    return _has_panels(a, b, bias) or _takes(a, b)
-
-
-def _has_panels(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+def has_panels(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether `panel_products` computes a [n, k] @ b [m, k].T + bias [m]."""
     return panels_are_fast() and panel_products.takes(a, b, bias)
 
 
-def _multiplied(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiplied(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """a [n, k] @ b [m, k].T + bias [m]. Not differentiable."""
-    out = _multiplied_here(a, b, bias)
+    out = multiplied_here(a, b, bias)
     return F.linear(a, b, bias) if out is None else out
 
 
-def _multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The same by panels or by oneDNN; None where torch multiplies."""
-    if _has_panels(a, b, bias):
+def multiplied_here(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The same by our kernels or by oneDNN; None where torch multiplies."""
+    if has_few_rows(a, b, bias):
+        return few_row_products.few_row_product(a, b, bias)
+    if has_panels(a, b, bias):
         return panel_products.panel_product(a, b, bias)
     return _onednn(a, b, bias) if _takes(a, b) else None
 
@@ -228,10 +166,10 @@ def _takes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether oneDNN computes a [n, k] @ b [m, k].T."""
     elements = a.shape[0] * b.shape[0]
     return (elements >= MIN_ELEMENTS and elements * a.shape[1] >= MIN_MULTIPLICATIONS and mkl_lacks_avx512()
-            and _are_plain(a, b))
+            and are_multiplied_as_they_are(a, b))
 
 
-def _are_plain(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_multiplied_as_they_are(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether they are tensors of float32 on a CPU that nothing else computes with."""
     return are_plain(a, b) and not torch.is_autocast_enabled("cpu")
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch.kernels.embeddings import use_cpu_embedding
-from rldsl.backends.torch.kernels.products import use_cpu_linear
+from rldsl.backends.torch.kernels.linear_layers import use_cpu_linear
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model.fused_layers import fuse_layers, fuse_ordered_layers
 from rldsl.backends.torch.model.gradient_sums import HeadKind, HeadSums, Norms

@@ -22,6 +22,7 @@ from torch import nn
 from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.cpu_rotary import angles, has_angles, rotate, takes
+from rldsl.backends.torch.kernels.linear_layers import SharedInput, outputs
 from rldsl.models.trials import PROJECTIONS, ROTARY
 
 FIXED_FREQUENCIES = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on how many there are
@@ -37,7 +38,10 @@ def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str
     """Replace the forward of modules on a GPU where Triton can be used, and on a CPU. Returns their names.
     norms: names of those that are root-mean-square norms with a plain weight."""
     if device.type == "cpu":
-        return [*_fuse_angles(skeleton), *_fuse_rotary(skeleton, cpu_rotary), *_fuse_gates(skeleton)]
+        attentions = _fuse_rotary(skeleton, cpu_rotary)
+        for name in attentions:
+            SharedInput([skeleton.get_submodule(f"{name}.{p}") for p in PROJECTIONS])
+        return [*_fuse_angles(skeleton), *attentions, *_fuse_gates(skeleton)]
     if device.type != "cuda" or find_spec("triton") is None:
         return []
     fused = []
@@ -216,7 +220,7 @@ def _fuse_gates(skeleton: nn.Module) -> list[str]:
 def gated_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """down(silu(gate(x)) * up(x))"""
     x = _cast_once(x)
-    gate, up = module.gate_proj(x), module.up_proj(x)
+    gate, up = outputs(x, (module.gate_proj, module.up_proj))
     out: torch.Tensor = module.down_proj(_gated_product(gate, up))
     return out
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rldsl.backends.torch.kernels.products import linear
+from rldsl.backends.torch.kernels.linear_layers import linear
 from rldsl.backends.torch.model.collectives import (
     copy_to_tensor_parallel_region,
     gather_from_tensor_parallel_region,
