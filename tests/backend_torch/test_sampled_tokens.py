@@ -31,7 +31,8 @@ def states(draw: torch.Generator) -> tuple[SlotState, Responses]:
 
 
 def record(way: str, given: tuple[SlotState, Responses], at: slice, tokens: torch.Tensor, logprobs: torch.Tensor,
-           ends: torch.Tensor) -> None:
+           ends: torch.Tensor) -> int:
+    """How many sequences have stopped."""
     slots, responses = given
     state: Any = SimpleNamespace(slots=slots, responses=responses, eos_ids=ends)
     if way == "torch":
@@ -42,26 +43,27 @@ def record(way: str, given: tuple[SlotState, Responses], at: slice, tokens: torc
         ended = (were_active & ~slots.active[at]).nonzero()[:, 0] + at.start  # as `Engine._poll` does
         responses.lengths[slots.seq_id[ended]] = slots.num_generated[ended]
         responses.finished[slots.seq_id[ended]] = slots.finished[ended]
-    else:
-        DecodeState.appender(state)(at.start, tokens, logprobs)
+        return len(ended)
+    return DecodeState.appender(state)(at.start, tokens, logprobs)
 
 
 @pytest.mark.parametrize("ends", [(), (3,), (0, 2, 5)])
 @pytest.mark.parametrize("at", [slice(0, SLOTS), slice(4, 9), slice(7, 8)])
 @pytest.mark.parametrize("seed", range(8))
 def test_what_torch_does(seed: int, at: slice, ends: tuple[int, ...]) -> None:
-    found = []
+    found, stopped = [], []
     for way in ("torch", "kernel"):
         draw = torch.Generator().manual_seed(seed)
         slots, responses = states(draw)
         for _ in range(MOST + 1):  # until none is active
             count = at.stop - at.start
-            record(way, (slots, responses), at, torch.randint(6, (count,), generator=draw),
-                   -torch.rand(count, generator=draw), torch.tensor(ends, dtype=torch.long))
+            stopped.append(record(way, (slots, responses), at, torch.randint(6, (count,), generator=draw),
+                                  -torch.rand(count, generator=draw), torch.tensor(ends, dtype=torch.long)))
             responses.tokens[:, MOST], responses.logprobs[:, MOST] = 0, 0  # what is dropped comes in any order
             found.append([x.clone() for x in (*vars(slots).values(), *vars(responses).values())])
     for mine, torchs in zip(found[MOST + 1 :], found[: MOST + 1], strict=True):
         assert all(map(torch.equal, mine, torchs))
+    assert stopped[MOST + 1 :] == stopped[: MOST + 1] and (any(stopped) or at.stop - at.start == 1)
 
 
 SLOT_TENSORS = [torch.zeros(SLOTS, dtype=dtype) for dtype in sampled_tokens.SLOT_DTYPES]

@@ -122,7 +122,7 @@ def results(name: str, arguments: Sequence[Any], order: Sequence[int], first: in
     pointers = (t.data_ptr() for t in placed)
     outcome = getattr(kernel_library.library(), name)(
         *(next(pointers) if isinstance(a, Read | Written) else a for a in arguments))
-    assert not outcome
+    assert not outcome or name == "append_sampled"  # which counts
     kinds = (a for a in arguments if isinstance(a, Read | Written))
     return [t.numpy().tobytes() for t, kind in zip(placed, kinds, strict=True) if isinstance(kind, Written)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,40 @@ def test_every_sequence_gets_its_tokens(groups, slots, num_groups, longest, ever
             break
         story.turn(turn % num_groups)
     assert not story.scheduler.has_work and story.made == story.ends
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 4)), min_size=1, max_size=9), st.integers(1, 12),
+       st.integers(1, 60), st.integers(1, 2), st.booleans(), st.integers(0, 10**6))
+def test_a_batch_repeats_until_a_sequence_ends(groups, slots, longest, every, narrow, seed) -> None:
+    """So often in a row the scheduler says the same, and is where it is after `advance`."""
+    lens = [n for n, count in groups for _ in range(count)]
+    same = [i > 0 for _, count in groups for i in range(count)]
+    ends = [random.Random(seed + i).randint(1, longest) for i in range(len(lens))]
+    asked, told = (Scheduler(lens, same, min(slots, len(lens)), 1, longest, every, narrow=narrow) for _ in range(2))
+    repeated = 0
+
+    def over(scheduler: Scheduler) -> list[bool]:
+        group = scheduler.groups[0]
+        return [s in group.seq_ids and group.num_generated[s] >= ends[group.seq_ids[s]] for s in range(group.size)]
+
+    while asked.has_work:
+        batch, (mine, theirs) = asked.schedule(asked.groups[0]), (asked.groups[0], told.groups[0])
+        assert told.schedule(theirs) == batch and batch is not None
+        done = 0
+        while isinstance(batch, DecodeBatch) and done < batch.repeats and not any(over(asked)):
+            done += 1
+            found = asked.schedule(mine)
+            assert replace(found, repeats=0) == replace(batch, slot_moves=(), repeats=0)
+            assert found.repeats == batch.repeats - done
+        repeated += done
+        told.advance(theirs, done)
+        assert every == 1 or done == 0
+        if isinstance(batch, PrefillBatch) or batch.poll:
+            assert over(asked) == over(told)
+            assert asked.retire(mine, over(asked)) == told.retire(theirs, over(told))
+        assert (mine.seq_ids, mine.num_generated) == (theirs.seq_ids, theirs.num_generated)
+    assert not told.has_work and (repeated or every > 1 or longest < 40 or len(lens) > 3)
 
 
 @pytest.mark.parametrize("every, steps", [(1, 9), (4, 12), (100, 19)])

@@ -18,13 +18,14 @@ the same ticks: each first asks whether any of them has work, and all run a pass
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rldsl.backends.torch.generate.engine import Engine, ScheduledBatch, dummy_pass
-from rldsl.backends.torch.generate.scheduler import MicroBatchGroup
+from rldsl.backends.torch.generate.scheduler import MicroBatchGroup, PrefillBatch
 from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.collectives import all_reduce
 
@@ -32,6 +33,9 @@ from rldsl.runtime.collectives import all_reduce
 def run_to_completion(engine: Engine, axes: Axes) -> None:
     """Run until every sequence of this shard, and of those that share its experts, is complete."""
     pp, ep = axes.pp, axes.ep
+    if pp.size == ep.size == 1:
+        _run_one_stage(engine)
+        return
     items, tick = _InFlight(engine, pp), -pp.index
     received: torch.Tensor | None = None
     while True:
@@ -45,6 +49,21 @@ def run_to_completion(engine: Engine, axes: Axes) -> None:
                 dummy_pass(engine.stage)
         received = items.exchange(tick, output) if pp.size > 1 else None
         tick += 1
+
+
+def _run_one_stage(engine: Engine) -> None:
+    """Where no other rank has to know what comes next: steps of the same shape are repeated without asking the
+    scheduler, which takes as long as a step of a small model."""
+    scheduler, group = engine.scheduler, engine.scheduler.groups[0]
+    while (batch := scheduler.schedule(group)) is not None:
+        changed = engine.record_samples(group, batch, *engine.run(group, batch, None))
+        if changed or isinstance(batch, PrefillBatch):
+            continue
+        again, done = replace(batch, slot_moves=(), attached=()), 0
+        while done < batch.repeats and not changed:
+            changed = engine.record_samples(group, again, *engine.run(group, again, None))
+            done += 1
+        scheduler.advance(group, done)
 
 
 class _InFlight:

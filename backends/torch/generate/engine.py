@@ -89,8 +89,9 @@ class Engine:
         return self._decode(group, batch, received)
 
     def record_samples(self, group: MicroBatchGroup, batch: ScheduledBatch, tokens: torch.Tensor,
-                       logprobs: torch.Tensor) -> None:
-        """Take over what was sampled for a batch, on every rank of the shard. tokens, logprobs: [sequences]."""
+                       logprobs: torch.Tensor) -> bool:
+        """Take over what was sampled for a batch, on every rank of the shard. tokens, logprobs: [sequences]. Returns
+        False if no sequence has ended for certain, so that the host has nothing to do."""
         slots: slice | torch.Tensor
         if isinstance(batch, DecodeBatch):
             slots = slice(group.start, group.start + batch.batch_size)
@@ -98,7 +99,9 @@ class Engine:
             slots = torch.tensor(batch.slots, device=tokens.device)
         append = self.append if isinstance(slots, slice) else None
         if append is not None:
-            append(group.start, tokens.contiguous(), logprobs.float().contiguous())
+            stopped = append(group.start, tokens.contiguous(), logprobs.float().contiguous())
+            if not stopped and self.scheduler.poll_every == 1:  # nor since the poll before
+                return False
         else:
             self.state.slots.token[slots], self.state.slots.logprob[slots] = tokens, logprobs
             if isinstance(slots, slice) and self.stop_strings is None:
@@ -107,6 +110,7 @@ class Engine:
                 self._append_tokens(slots)
         if isinstance(batch, PrefillBatch) or batch.poll:
             self._poll(group, records=append is None)
+        return True
 
     def _append_tokens(self, at: slice | torch.Tensor) -> tuple[()]:
         """Append the sampled tokens of some slots to the responses of their sequences, as far as these are active."""

@@ -41,6 +41,7 @@ class DecodeBatch:
     poll: bool                               # whether the host asks afterwards which sequences have finished
     # (slot, sequence), admitted before the moves: all but the last token of their prompts comes from a kept cache
     attached: tuple[tuple[int, int], ...] = ()
+    repeats: int = 0  # steps of the same shape that follow, as long as no sequence ends
 
 
 @dataclass
@@ -127,11 +128,17 @@ class Scheduler:
         batch_size = min(round_to_bucket(len(group.seq_ids)), group.size) if drained else group.size
         moves = self._compact(group, group.start + batch_size)
         kv_len = max(self.prompt_lens[i] + group.num_generated[s] for s, i in group.seq_ids.items())
-        for s in group.num_generated:
-            group.num_generated[s] += 1
+        width = min(tokens_to_read(kv_len, self.narrow), self.kv_width)
+        self.advance(group, 1)
         group.steps_until_poll -= 1
-        return DecodeBatch(batch_size, min(tokens_to_read(kv_len, self.narrow), self.kv_width), moves,
-                           group.steps_until_poll <= 0, attached)
+        steps_to_max_length = self.max_new_tokens - max(group.num_generated.values())
+        repeats = min(width - kv_len, steps_to_max_length) if self.poll_every == 1 else 0
+        return DecodeBatch(batch_size, width, moves, group.steps_until_poll <= 0, attached, repeats)
+
+    def advance(self, group: MicroBatchGroup, steps: int) -> None:
+        """Each sequence of the group has got so many tokens, or gets them next."""
+        for s in group.num_generated:
+            group.num_generated[s] += steps
 
     def _compact(self, group: MicroBatchGroup, end: int) -> tuple[tuple[int, int], ...]:
         """Move the sequences in slots from `end` on to free slots before it."""

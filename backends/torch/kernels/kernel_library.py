@@ -60,7 +60,7 @@ ARGUMENTS = {
     "attention_backward": (*(POINTER, INT, INT) * 4, POINTER, POINTER, *(INT,) * 5, FLOAT, INT, *(POINTER,) * 4),
 }
 CANNOT_FAIL = ("rms_norm", "rotary", "rotary_angles", "gated_product", "gated_product_backward", "add", "add_integers",
-               "add_transposed", "adamw", "append_sampled", "head_statistics", "head_gradients", "exp_sums",
+               "add_transposed", "adamw", "head_statistics", "head_gradients", "exp_sums",
                "softmax_sums", "scaled_probabilities")
 
 
@@ -70,6 +70,8 @@ def library() -> Any:
     found = c_compiler.load(SOURCE, c_compiler.FAST_FLAGS, ARGUMENTS)
     for name in CANNOT_FAIL if found is not None else ():
         getattr(found, name).restype = None
+    if found is not None:
+        found.append_sampled.restype = INT  # how many sequences have stopped
     return found
 
 

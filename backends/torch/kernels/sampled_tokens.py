@@ -44,12 +44,15 @@ class Appender:
                 or tokens.shape != logprobs.shape or not len(tokens) == len(lengths) == len(have_ended)):
             raise ValueError("sampled tokens: tensors of other dtypes or shapes")
 
-    def __call__(self, first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """For slots from `first` on. tokens: [count] int64. logprobs: [count] float32."""
+    def __call__(self, first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> int:
+        """For slots from `first` on. tokens: [count] int64. logprobs: [count] float32. Returns how many sequences are
+        active no more."""
         (count,), (columns,) = tokens.shape, self.slots[0].shape
         if (tokens.dtype is not torch.int64 or logprobs.dtype is not torch.float32 or logprobs.shape != tokens.shape
                 or not (tokens.is_contiguous() and logprobs.is_contiguous()) or not 0 <= first <= columns - count):
             raise ValueError("sampled tokens: tensors of other dtypes or shapes")
-        library().append_sampled(tokens.data_ptr(), logprobs.data_ptr(), first, count,
-                                 *[x.data_ptr() for x in self.slots], self.ends.data_ptr(), self.ends.shape[0],
-                                 self.responses[0].shape[1], *[x.data_ptr() for x in self.responses])
+        stopped: int = library().append_sampled(
+            tokens.data_ptr(), logprobs.data_ptr(), first, count, *[x.data_ptr() for x in self.slots],
+            self.ends.data_ptr(), self.ends.shape[0], self.responses[0].shape[1],
+            *[x.data_ptr() for x in self.responses])
+        return stopped
