@@ -39,13 +39,15 @@ def tokens_to_read(count: int, cpu: bool = False) -> int:
 
 def num_captures_with_memory(prompt: int, new: int, cpu: bool = False) -> int:
     """The largest number of captured steps with memory that exist at once, while sequences of `prompt` tokens get `new`
-    more: one for each width at which the KV cache is read for two steps or more."""
+    more: one for each width at which the KV cache is read for two steps or more. On a CPU this is an upper bound. A
+    step that does not read the width is captured once for all, and the plan does not know whether each rank has the
+    kernel for that."""
     count, generated = 0, 1
     while generated < new and count < MAX_CAPTURES_WITH_MEMORY:
         next_width = min(tokens_to_read(prompt + generated, cpu) - prompt + 1, new)
         count += next_width - generated > 1
         generated = next_width
-    return count
+    return max(count, int(cpu and new > 2))
 
 
 def sampling_bytes_of_trace(head: Head, options: Sampling, tp: int, sequences: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
+from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.generate.op_trace import trace
 from rldsl.backends.torch.kernels import c_compiler, ordered_kernels
 from rldsl.backends.torch.model import fused_layers, invariant, invariant_attention, invariant_probe
@@ -134,7 +135,7 @@ def test_a_step_with_and_without(scores: Scores) -> None:
         cache = KVCache(7, 24, torch.device("cpu"))
         for i, x in enumerate(cache.layer(0, k, v)):
             x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(i)))
-        attention = DecodeAttention(cache, 2, torch.tensor([4, 0, 11, 17]), 20, ordered_heads=sizes)
+        attention = DecodeAttention(cache, 2, torch.tensor([4, 0, 11, 17]), NotedNumber(20), ordered_heads=sizes)
         with invariant.Invariant():
             found.append((attention.attend(0, q, k, v, scores), *cache.layers[0]))
     assert all(map(torch.equal, *found))

@@ -230,7 +230,7 @@ def reads_of(shard: Any, monkeypatch: pytest.MonkeyPatch, sampling: Sampling) ->
 
     monkeypatch.setattr(captured_step, "_crosses_devices", copies)
 
-    def watched(self: CapturedSteps, key: Any, function: Any) -> Any:
+    def watched(self: CapturedSteps, key: Any, function: Any, *_: Any) -> Any:
         with HostReads() as reads:
             out = function()
         found.update({reads.found} - {""})

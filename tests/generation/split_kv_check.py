@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from rldsl.backends.torch.generate import kv_cache
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
+from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.kernels import split_kv
 from rldsl.backends.torch.model.attention import Scores
 
@@ -57,7 +58,8 @@ def decoded() -> float:
         for x in held.layer(0, k, v):
             x.copy_(torch.randn(x.shape))
         kv_cache.decode_kernel = lambda _, read=read: read
-        found.append(DecodeAttention(held, 1, torch.tensor([4, 0, 11]), 12).attend(0, q, k, v, Scores(0.4)))
+        attention = DecodeAttention(held, 1, torch.tensor([4, 0, 11]), NotedNumber(12))
+        found.append(attention.attend(0, q, k, v, Scores(0.4)))
     return float((found[0] - found[1]).abs().max())
 
 

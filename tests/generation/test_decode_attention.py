@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
+from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.model.attention import Scores
 
 SLOTS, WIDTH, FIRST = 7, 24, 2
@@ -34,7 +35,7 @@ def test_every_way_gives_the_same(heads: int, kv_heads: int, scores: Scores) -> 
     found = []
     for heads_first, by_products in ((False, False), (True, False), (True, True), (False, True)):
         cache = filled(heads_first, kv_heads, 8)
-        found.append(DecodeAttention(cache, FIRST, positions, 20, by_products).attend(0, q, k, v, scores))
+        found.append(DecodeAttention(cache, FIRST, positions, NotedNumber(20), by_products).attend(0, q, k, v, scores))
         for cached, x in zip(cache.layers[0], (k, v), strict=True):  # the new token is in the cache, the rest untouched
             assert torch.equal(cached[torch.arange(FIRST, FIRST + 4), positions], x.transpose(0, 1))
             before = filled(heads_first, kv_heads, 8).layers[0][x is v]
@@ -51,7 +52,8 @@ def test_what_is_behind_a_position_is_not_read() -> None:
         cache = filled(True, 2, 8)
         for x in cache.layers[0]:
             x[:, 12:] = behind
-        found.append(DecodeAttention(cache, 0, torch.tensor([11, 3]), 20, True).attend(0, q, k, v, Scores(0.3)))
+        attention = DecodeAttention(cache, 0, torch.tensor([11, 3]), NotedNumber(20), True)
+        found.append(attention.attend(0, q, k, v, Scores(0.3)))
     assert torch.equal(*found) and bool(found[0].isfinite().all())
 
 

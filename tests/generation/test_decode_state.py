@@ -166,7 +166,7 @@ def test_what_is_read_does_not_depend_on_what_was_there_before(shard: Any, monke
 
     class Noted(engine.DecodeAttention):
         def __init__(self, *args: Any) -> None:
-            widths.append(args[3])
+            widths.append(args[3].read())
             super().__init__(*args)
 
     monkeypatch.setattr(engine, "DecodeAttention", Noted)

@@ -118,6 +118,22 @@ def fills_memory(counted: Counted) -> Outputs:
     return (opaque(counted, x),)
 
 
+def test_what_a_wrong_trace_writes_is_written_again_without_another_call() -> None:
+    """Other ranks may take part in the call once."""
+    counted, held = Counted(), torch.zeros(SHAPE)
+
+    def step() -> Outputs:
+        held.copy_(opaque(counted, X) * ctypes.c_float.from_address(X.data_ptr()).value)
+        return (held + 1,)
+
+    steps = CapturedSteps(CPU, True)
+    for call in range(CALLS):
+        X.copy_(torch.randn(SHAPE))
+        found, right = steps("key", step)[0], split(X) * X[0, 0]
+        assert counted.calls == call + 1 and torch.equal(held, right) and torch.equal(found, right + 1)
+    assert not steps.enabled
+
+
 REFUSED = [reads_before, reads_outside, branches_outside, changes_input, changes_another_tensor, fills_memory]
 
 

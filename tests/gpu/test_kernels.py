@@ -178,7 +178,7 @@ def test_captured_steps_change_nothing(family: str, dtype: str, sampling: Sampli
     captured = [shard.generate(prompts, sampling, seed=3, step=1, max_num_seqs=16) for _ in range(2)]
     expected = not (family == "qwen3_moe" and dtype == "float32")  # which reads how many rows each expert has
     assert any(g.repeatable for g in graphs) == expected and all(g.enabled and g.switch.enabled for g in graphs)
-    monkeypatch.setattr(CapturedSteps, "__call__", lambda self, key, function: function())
+    monkeypatch.setattr(CapturedSteps, "__call__", lambda self, key, function, *_: function())
     plain = on(cuda, monkeypatch, plan_model(path, dtype=dtype)).generate(prompts, sampling, seed=3, step=1,
                                                                          max_num_seqs=16)
     for made in captured:

@@ -8,6 +8,10 @@ first capture is compared with the function once more, in a later state: bit for
 `GRAPH_TOLERANCE` on a GPU. If it does not match, nothing is replayed. A function that cannot be captured runs as it is.
 Captures that were not used for a while have no memory until they are used again.
 
+A number that may belong to the key is given apart from it (`NotedNumber`). Each run of the function's Python notes
+whether it reads the number. If none has read it, on the CPU one capture serves all numbers. The first one that is used
+at another number than that of its capture is compared with the function once more. A CUDA graph serves one number.
+
 A function with collectives is captured by all ranks that run it together, or by none (`all_agree`): to compare a
 capture, all of them run it once more. What is inside an opaque call (`kernels/opaque_calls.py`) is excepted: it runs
 once for each call of the function, whether that is run, captured, compared or replayed. So other ranks may take part in
@@ -32,8 +36,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Outputs, trace
-from rldsl.backends.torch.kernels.opaque_calls import CallLog, CallRecorder, OpaqueFunction, opaque
+from rldsl.backends.torch.kernels.opaque_calls import (
+    AnsweredCalls,
+    CallLog,
+    CallRecorder,
+    OpaqueFunction,
+    RecordedCall,
+    opaque,
+)
 from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY
 
 CALLS_BEFORE_CAPTURE = 1  # a capture takes as long as a few calls
@@ -58,45 +70,90 @@ class CapturedSteps:
     enabled: bool            # False: every call runs the function
     repeatable: bool = True  # whether the function may run twice in one state: then a capture is compared with it
     num_groups: int = 1      # how many micro-batch groups take turns; each has its own keys
-    # key -> its graph or operator trace, or how often the function was called while there is none
+    # key, with the number if that belongs to it (`_place`) -> its graph or operator trace, or how often the function
+    # was called while there is none
     captures: dict[Hashable, Callable[[], Outputs] | int] = field(default_factory=dict)
     with_memory: dict[Hashable, OpTrace] = field(default_factory=dict)  # least recently used first
+    reads_number: dict[Hashable, bool] = field(default_factory=dict)  # key -> whether a run on some rank has read it
+    made_with: dict[Hashable, int] = field(default_factory=dict)  # key -> the number at which its capture was made
     verified: bool = False   # a capture has been compared with its function
+    verified_between_numbers: bool = False  # one has been, at another number than that of its capture
     switch: CaptureSwitch = field(default_factory=CaptureSwitch)  # of the shard
     graph_pool: GraphPool | None = None  # memory of all graphs, where no two groups take turns
     all_agree: Callable[[bool], bool] = bool  # whether all ranks that run the function together say yes
 
-    def __call__(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
+    def __call__(self, key: Hashable, function: Callable[[], Outputs], number: NotedNumber | None = None) -> Outputs:
+        """number: what the function may depend on besides its key; new for each call."""
         if not (self.enabled and self.switch.enabled):
             return function()
-        captured = self.captures.get(key, 0)
+        place = self._place(key, number)
+        captured = self.captures.get(place, 0)
         if isinstance(captured, int):
             if captured == CALLS_BEFORE_CAPTURE:
-                return self._capture(key, function)
-            self.captures[key] = captured + 1
+                return self._capture(key, function, number)
+            self.captures[place] = captured + 1
             limit = MAX_CAPTURES if self.device.type == "cpu" else MAX_CAPTURES_WITH_MEMORY  # a graph always has memory
             if len(self.captures) > limit * self.num_groups:
                 oldest = next(iter(self.captures))
                 del self.captures[oldest]
                 self.with_memory.pop(oldest, None)
-            return self._run_watched(function)
+            out = self._run_watched(function)
+            if (found := self._place_after_run(key, number)) != place:
+                self.captures.pop(place, None)
+                self.captures[found] = captured + 1
+            return out
         if isinstance(captured, OpTrace):
-            self._allocate_memory(key, captured)
-        if self.verified or not self.repeatable:
+            self._allocate_memory(place, captured)
+        compares = not self.verified or self._is_new_number(key, number) and not self.verified_between_numbers
+        if not compares or not self.repeatable:
             return captured()
-        return self._compare(captured, function)
+        return self._compare(key, captured, function, number)
 
-    def _compare(self, captured: Callable[[], Outputs], function: Callable[[], Outputs]) -> Outputs:
+    def _place(self, key: Hashable, number: NotedNumber | None) -> Hashable:
+        """Under which key the function's capture is. Until a run has shown that it does not read the number, and always
+        on a GPU, the number belongs to it."""
+        if number is None or not self.reads_number.get(key, True):
+            return key
+        return key, number.number
+
+    def _place_after_run(self, key: Hashable, number: NotedNumber | None) -> Hashable:
+        """The same, after a run of the function's Python. One run that reads the number is enough, on any rank: all
+        ranks must look for a capture in one place, also where only some have a kernel that needs no number."""
+        if number is not None and self.device.type == "cpu" and not self.reads_number.get(key, False):
+            self.reads_number[key] = not self.all_agree(not number.is_read)
+        return self._place(key, number)
+
+    def _is_new_number(self, key: Hashable, number: NotedNumber | None) -> bool:
+        """Whether the capture for this call was made at another number."""
+        return number is not None and self._place(key, number) == key and self.made_with[key] != number.number
+
+    def _compare(self, key: Hashable, captured: Callable[[], Outputs], function: Callable[[], Outputs],
+                 number: NotedNumber | None) -> Outputs:
         """Run the function, and compare the capture with it."""
-        if isinstance(captured, OpTrace):
-            with CallLog() as log:
-                out = function()
-            same = captured.repeats(out, log.calls)
-        else:
+        place, is_new = self._place(key, number), self._is_new_number(key, number)
+        with (log := CallLog()) if isinstance(captured, OpTrace) else nullcontext():
             out = function()
-            same = all(map(self._equal, out, captured()))
-        self.verified = self.enabled = self.all_agree(same)
+        if self._place_after_run(key, number) != place:  # the capture may be one of another number
+            del self.captures[place]
+            self.with_memory.pop(place, None)
+            return out
+        if isinstance(captured, OpTrace):
+            self.verified = self._is_verified(captured, out, function, log.calls)
+        else:
+            self.verified = self.all_agree(all(map(self._equal, out, captured())))
+        self.enabled = self.verified
+        self.verified_between_numbers |= is_new
         return out
+
+    def _is_verified(self, captured: OpTrace, out: Outputs, function: Callable[[], Outputs],
+                     calls: Sequence[RecordedCall]) -> bool:
+        """Whether the trace repeats, on all ranks, what the function has just computed. If not, the trace may have
+        written something else (to the KV cache), so the function writes it once more. calls: its opaque calls."""
+        same = self.all_agree(captured.repeats(out, calls))
+        if not same:
+            with AnsweredCalls(calls):  # other ranks take part in each call once
+                function()
+        return same
 
     def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Of a graph's results."""
@@ -116,17 +173,18 @@ class CapturedSteps:
             captured.release_memory()
         self.with_memory.clear()
 
-    def _allocate_memory(self, key: Hashable, captured: OpTrace) -> None:
-        if self.with_memory.pop(key, None) is None and not captured.has_memory:
+    def _allocate_memory(self, place: Hashable, captured: OpTrace) -> None:
+        if self.with_memory.pop(place, None) is None and not captured.has_memory:
             captured.allocate_memory()
-        self.with_memory[key] = captured
+        self.with_memory[place] = captured
         # the last result of each group is still read: with several captures per group it is never the oldest
         if len(self.with_memory) > MAX_CAPTURES_WITH_MEMORY * self.num_groups:
             self.with_memory.pop(next(iter(self.with_memory))).release_memory()
 
-    def _capture(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
+    def _capture(self, key: Hashable, function: Callable[[], Outputs], number: NotedNumber | None) -> Outputs:
+        place = self._place(key, number)
         if self.device.type != "cpu":
-            return self._capture_graph(key, function)
+            return self._capture_graph(place, function)
         captured: OpTrace | None = None
         compares, log = self.repeatable and not self.verified, CallLog()
         try:
@@ -139,20 +197,24 @@ class CapturedSteps:
             return out
         if compares:
             expected = tuple(x.clone() for x in out)  # each run of the trace writes its results anew
-            self.enabled = self.all_agree(captured.repeats(expected, log.calls))
+            self.enabled = self._is_verified(captured, expected, function, log.calls)
             if not self.enabled:
                 return expected
-        self.captures[key] = captured
-        self._allocate_memory(key, captured)
+        if (found := self._place_after_run(key, number)) != place:  # it is one of this number alone
+            del self.captures[place]
+        elif number is not None and found == key:
+            self.made_with[key] = number.number
+        self.captures[found] = captured
+        self._allocate_memory(found, captured)
         return out
 
-    def _capture_graph(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
+    def _capture_graph(self, place: Hashable, function: Callable[[], Outputs]) -> Outputs:
         if self.graph_pool is None:
             self.graph_pool = GraphPool.allocate(self.device)
         # graphs that take turns must not share memory: a replay would overwrite what another group still reads
         pool = self.graph_pool if self.num_groups == 1 else GraphPool.allocate(self.device)
         try:
-            self.captures[key] = replay = capture_graph(function, pool)
+            self.captures[place] = replay = capture_graph(function, pool)
         except RuntimeError as error:  # nothing of the function has run
             self.switch.enabled = False
             warnings.warn(f"a CUDA graph of decoding could not be captured ({str(error).splitlines()[0]}), so decode "

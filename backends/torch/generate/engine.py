@@ -18,6 +18,7 @@ import torch
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.kept_cache import CacheKeeper, KeptCache
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, PrefillAttention
+from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
@@ -213,18 +214,18 @@ class Engine:
             sources, targets = zip(*batch.slot_moves, strict=True)
             cache.copy_slots(sources, targets, batch.kv_len)
             slots.move(sources, targets)
-        first, end = group.start, group.start + batch.batch_size
+        first, end, kv_len = group.start, group.start + batch.batch_size, NotedNumber(batch.kv_len)
 
         def step() -> tuple[torch.Tensor, ...]:
             positions = slots.last_prompt_pos[first:end] + slots.num_generated[first:end]
-            attention = DecodeAttention(cache, first, positions, batch.kv_len, not self.stage.invariant,
+            attention = DecodeAttention(cache, first, positions, kv_len, not self.stage.invariant,
                                         self.stage.ordered_heads)
             if self.shifts is not None:
                 positions = positions + slots.shift[first:end]
             hidden = self.stage.forward(slots.token[first:end], positions, attention, received)
             return self._sample(hidden, slice(first, end)) if self.stage.last else (hidden,)
 
-        return self.state.decode_steps((first, batch.batch_size, batch.kv_len), step)
+        return self.state.decode_steps((first, batch.batch_size), step, kv_len)
 
     def _sample(self, hidden: torch.Tensor, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots, count = self.state.slots, self.state.slots.num_generated[at]

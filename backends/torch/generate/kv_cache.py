@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.generate.sequence_states import SequenceState, StateKey, StateTensors
 from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
@@ -201,17 +202,23 @@ class DecodeAttention:
 
     complete = False
 
-    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: int, by_products: bool = False,
-                 ordered_heads: Collection[int] = ()):
+    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: NotedNumber,
+                 by_products: bool = False, ordered_heads: Collection[int] = ()):
         """positions: [S] of the new tokens in their sequences. kv_len: how many tokens of a slot are read, at least the
-        largest position plus 1. by_products: with float32 numbers by batched products. ordered_heads: sizes of heads
-        whose attention `ordered_kernels` compute as an invariant model does."""
+        largest position plus 1; not read by kernels that find all lengths in the positions. by_products: with float32
+        numbers by batched products. ordered_heads: sizes of heads whose attention `ordered_kernels` compute as an
+        invariant model does."""
         self.by_products = by_products and cache.heads_first
         self.ordered_heads = ordered_heads if cache.heads_first else ()
         self.cache, self.slots = cache, slice(first, first + len(positions))
-        self.positions, self.kv_len = positions, kv_len
+        self.positions, self._kv_len = positions, kv_len
         self.places = cache.places(cache.slot_numbers[self.slots], positions)
         self._masks: dict[Hashable, torch.Tensor] = {}  # one for all layers in which the same tokens are visible
+
+    @property
+    def kv_len(self) -> int:
+        """How many tokens of a slot are read. Whoever asks makes the step one of this length alone."""
+        return self._kv_len.read()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See `PackedAttention.attend`."""

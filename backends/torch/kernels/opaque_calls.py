@@ -76,6 +76,19 @@ class CallLog(CallRecorder):
         return out
 
 
+class AnsweredCalls(CallRecorder):
+    """While it is entered, opaque calls get the results of earlier ones, in their order. Only one more than these is
+    made."""
+
+    def __init__(self, calls: Sequence[RecordedCall]) -> None:
+        super().__init__()
+        self._remaining = iter(calls)
+
+    def record_call(self, function: OpaqueFunction, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        call = next(self._remaining, None)
+        return opaque(function, *inputs) if call is None else call.result.clone()
+
+
 @dataclass(frozen=True, slots=True)
 class ThreadState:
     """What torch keeps for a thread and what decides how functions compute on a CPU without gradients."""
