@@ -64,20 +64,26 @@ class SharedMemoryGroup:
     def all_reduce(self, x: torch.Tensor, op: str) -> None:
         """x: contiguous; replaced by the sum or the maximum."""
         for part in x.view(-1).split(SLOT_BYTES // x.element_size()):
-            given = self._give(part, part.dtype)
-            self._meet(op, part.nbytes)
             if part.nbytes <= ONE_ROUND:
+                given = self._give(part, part.dtype)
+                self._meet(op, part.nbytes)
                 _combine(given, COMBINE[op], part)
             else:
-                cuts = [slice(part.numel() * i // self.size, part.numel() * (i + 1) // self.size)
-                        for i in range(self.size)]
-                own = cuts[self.index]
-                _combine([rows[own] for rows in given], COMBINE[op], part[own])
-                given[self.index][own].copy_(part[own])
-                self._meet("parts", part.nbytes)
-                for i, cut in enumerate(cuts):
-                    if i != self.index:
-                        part[cut].copy_(given[i][cut])
+                self._reduce_in_parts(part, op)
+
+    def _reduce_in_parts(self, x: torch.Tensor, op: str) -> None:
+        """Each rank combines a part, of which the others give theirs, and gives the result to them."""
+        given = self._slots_of_call(x.numel(), x.dtype)
+        cuts = [slice(x.numel() * i // self.size, x.numel() * (i + 1) // self.size) for i in range(self.size)]
+        own, mine = cuts[self.index], given[self.index]
+        for cut in cuts:
+            if cut != own:
+                mine[cut].copy_(x[cut])
+        self._meet(op, x.nbytes)
+        _combine([x[own] if i == self.index else rows[own] for i, rows in enumerate(given)], COMBINE[op], mine[own])
+        self._meet("parts", x.nbytes)
+        for cut, rows in zip(cuts, given, strict=True):
+            x[cut].copy_(rows[cut])
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [n] bytes. out: [ranks, n]."""
@@ -99,16 +105,19 @@ class SharedMemoryGroup:
                 out[i, at : at + width].copy_(rows.view(part.shape)[self.index])
 
     def _give(self, part: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Write to this rank's slot. Returns what each rank gives once all have met; it is there until the call after
-        the next one, to which no rank comes before all have read it."""
+        """Write to this rank's slot. Returns what each rank gives once all have met."""
+        given = self._slots_of_call(part.numel(), dtype)
+        given[self.index].view(part.shape).copy_(part)
+        return given
+
+    def _slots_of_call(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """So many numbers in the slot of each rank. What is there once all have met stays until the call after the next
+        one, to which no rank comes before all have read it."""
         views = self._views.get((self.turn, dtype))
         if views is None:
             views = self._views[self.turn, dtype] = [slots[self.turn].view(dtype) for slots in self.slots]
         self.turn = (self.turn + 1) % SLOTS
-        count = part.numel()
-        given = [view[:count] for view in views]
-        given[self.index].view(part.shape).copy_(part)
-        return given
+        return [view[:count] for view in views]
 
     def _meet(self, kind: str, size: int) -> None:
         """Tell the others that this rank is here, and wait for them."""
