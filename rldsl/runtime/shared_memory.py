@@ -111,11 +111,12 @@ class SharedMemoryGroup:
         return given
 
     def _slots_of_call(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """So many numbers in the slot of each rank. What is there once all have met stays until the call after the next
+        """`count` numbers in the slot of each rank. What is there once all have met stays until the call after the next
         one, to which no rank comes before all have read it."""
         views = self._views.get((self.turn, dtype))
         if views is None:
-            views = self._views[self.turn, dtype] = [slots[self.turn].view(dtype) for slots in self.slots]
+            with torch.inference_mode(False):  # in which a trace runs: later calls may be outside it
+                views = self._views[self.turn, dtype] = [slots[self.turn].view(dtype) for slots in self.slots]
         self.turn = (self.turn + 1) % SLOTS
         return [view[:count] for view in views]
 

@@ -109,6 +109,23 @@ def very_patient(rank: int) -> float:
     return float(total)
 
 
+def inside_and_outside(rank: int) -> None:
+    """Each of the two slots is first used in inference mode, as by a trace, and then outside it."""
+    held, _ = share()
+    for inside in (True, True, False, False, True, False):
+        for size in (3, ONE_ROUND):
+            x = torch.full((size,), rank + 1.0)
+            with torch.inference_mode(inside):
+                all_reduce(x)
+                assert all_gather(torch.full((size,), float(rank))).shape == (2, size)
+            assert x.eq(3).all()
+    assert held
+
+
+def test_inference_mode() -> None:
+    run_world(2, inside_and_outside)
+
+
 def test_a_timeout_may_be_long() -> None:
     assert run_world(2, very_patient) == [2.0, 2.0]
 

@@ -136,7 +136,7 @@ class Scheduler:
         return DecodeBatch(batch_size, width, moves, group.steps_until_poll <= 0, attached, repeats)
 
     def advance(self, group: MicroBatchGroup, steps: int) -> None:
-        """Each sequence of the group has got so many tokens, or gets them next."""
+        """Each sequence of the group has got `steps` tokens, or gets them next."""
         for s in group.num_generated:
             group.num_generated[s] += steps
 
