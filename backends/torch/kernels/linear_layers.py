@@ -18,7 +18,7 @@ from torch import nn
 from rldsl.backends.torch.kernels import panel_products, products
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.held_gradients import held_gradient, parameter_of
-from rldsl.backends.torch.kernels.kernel_library import INT, check, library
+from rldsl.backends.torch.kernels.kernel_library import INT, are_plain, check, library
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -168,9 +168,9 @@ def _weight_gradient(total: torch.Tensor | None, x: torch.Tensor, grad: torch.Te
 
 def _adds_at_once(x: torch.Tensor, weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> bool:
     """Whether `_add_gradients` takes these."""
-    return x.stride(1) == 1 and products.panels_are_fast() and all(
+    return x.stride(1) == 1 and are_plain(x) and products.panels_are_fast() and all(
         grad is not None and grad.is_contiguous() and weight.is_contiguous() and panel_products.takes(grad, weight)
-        for weight, grad in zip(weights, grads, strict=True)) and panel_products.takes(x, x)
+        for weight, grad in zip(weights, grads, strict=True))
 
 
 def _add_gradients(x: torch.Tensor, weights: Sequence[torch.Tensor], grads: Sequence[Any],
