@@ -56,12 +56,12 @@ def _run_one_stage(engine: Engine) -> None:
     scheduler, which takes as long as a step of a small model."""
     scheduler, group = engine.scheduler, engine.scheduler.groups[0]
     while (batch := scheduler.schedule(group)) is not None:
-        changed = engine.record_samples(group, batch, *engine.run(group, batch, None))
-        if changed or isinstance(batch, PrefillBatch):
+        may_have_ended = engine.record_samples(group, batch, *engine.run(group, batch, None))
+        if may_have_ended or isinstance(batch, PrefillBatch):
             continue
         again, done = replace(batch, slot_moves=(), attached=()), 0
-        while done < batch.repeats and not changed:
-            changed = engine.record_samples(group, again, *engine.run(group, again, None))
+        while done < batch.repeats and not may_have_ended:
+            may_have_ended = engine.record_samples(group, again, *engine.run(group, again, None))
             done += 1
         scheduler.advance(group, done)
 

@@ -92,7 +92,7 @@ class Engine:
     def record_samples(self, group: MicroBatchGroup, batch: ScheduledBatch, tokens: torch.Tensor,
                        logprobs: torch.Tensor) -> bool:
         """Take over what was sampled for a batch, on every rank of the shard. tokens, logprobs: [sequences]. Returns
-        False if no sequence has ended for certain, so that the host has nothing to do."""
+        whether a sequence may have ended; False only where it is known that none has."""
         slots: slice | torch.Tensor
         if isinstance(batch, DecodeBatch):
             slots = slice(group.start, group.start + batch.batch_size)

@@ -18,8 +18,8 @@
 #define BLOCK_TERMS 512               /* a multiple of LANES */
 #define PASSING_ROWS 192              /* whose terms stay in the cache while all panels pass: a multiple of TILE_ROWS */
 #define MOST_PACKED (1 << 20)         /* floats of panels, at a time */
-#define FEW_PACKED (2 * PANEL * BLOCK_TERMS) /* of up to FEW_ROWS rows: panels do not leave the cache then */
-#define FEW_ROWS 1024
+#define FEW_PACKED (2 * PANEL * BLOCK_TERMS) /* of up to MANY_ROWS: panels do not leave the cache then */
+#define MANY_ROWS 1024
 #define AHEAD 12                      /* terms: how far ahead of copying they are fetched, as they are far apart */
 
 /* terms x columns of a weight, of which one of the two strides is 1, -> a panel [terms, PANEL], 0 behind the columns */
@@ -123,7 +123,7 @@ int panel_products(const float *x, int64_t x_row, int64_t x_term, const float *w
                    int64_t column_stride, const float *bias, int64_t rows, int64_t columns, int64_t size, int adds,
                    float *out) {
   int64_t most_terms = least(BLOCK_TERMS, size), panels = (columns + PANEL - 1) / PANEL;
-  int64_t most_packed = rows <= FEW_ROWS && x_term == 1 ? FEW_PACKED : MOST_PACKED; /* rows are gathered each time */
+  int64_t most_packed = rows <= MANY_ROWS && x_term == 1 ? FEW_PACKED : MOST_PACKED; /* else rows are gathered again */
   int64_t at_once = least(panels, most_packed / (most_terms * PANEL));
   float *packed = aligned_alloc(64, (at_once * most_terms * PANEL * sizeof(float) + 63) / 64 * 64);
   int failed = !packed;
