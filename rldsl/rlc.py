@@ -15,13 +15,14 @@ from rldsl.output_format import EARLY_INTERRUPTION, json_requested
 
 
 def main() -> None:
-    """Run the command line. Exit status 130 after Ctrl-C."""
+    """Run the command line, and end the process with it. Exit status 130 after Ctrl-C."""
     garbage_collection.collect_rarely()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell has it ignored
         signal.signal(signal.SIGINT, _end)
-    from rldsl.cli import main
+    with garbage_collection.ending_quickly():
+        from rldsl.cli import main
 
-    main(prog_name="rlc")
+        main(prog_name="rlc")
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

@@ -384,4 +384,5 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
 
 
 if __name__ == "__main__":
-    main()
+    with garbage_collection.ending_quickly():
+        main()

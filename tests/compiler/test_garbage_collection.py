@@ -1,30 +1,66 @@
-"""A command that ends with what it makes does not go through all of it once more."""
+"""A process whose end is quick ends as any other does, only without freeing its objects."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 PROGRAM = """
-import os, sys
-from rldsl.garbage_collection import never_collect
+import atexit, os, sys, threading, time
+from rldsl.garbage_collection import ending_quickly
 
 class Cycle:
     def __init__(self):
         self.me = self
     def __del__(self, write=os.write):
-        write(1, b"collected")
+        write(1, b"freed ")
 
-{}
-never_collect()
-Cycle()
+def late():
+    time.sleep(0.3)
+    print("thread", end=" ")
+
+cycle = Cycle()
+with ending_quickly():
+    atexit.register(print, "registered", end=" ")
+    threading.Thread(target=late).start()
+    print("body", end=" ")
+    {}
 """
 
 
-@pytest.mark.parametrize(("before", "printed"), [("", ""), ("sys.modules['torch'] = sys", "collected")])
-def test_the_last_collection_is_skipped_unless_torch_is_loaded(before: str, printed: str) -> None:
-    """A library that triton uses prints a list of what is not freed when the process ends."""
-    ended = subprocess.run([sys.executable, "-c", PROGRAM.format(before)], capture_output=True, text=True)
-    assert (ended.stdout, ended.stderr, ended.returncode) == (printed, "", 0)
+@pytest.mark.parametrize("last, status, said", [
+    ("pass", 0, ""), ("sys.exit()", 0, ""), ("sys.exit(0)", 0, ""), ("sys.exit(2)", 2, ""), ("sys.exit(True)", 1, ""),
+    ("sys.exit(256 + 7)", 7, ""), ("sys.exit(-1)", 255, ""), ("sys.exit('why')", 1, "why\n")])
+def test_the_end_keeps_its_order_and_status(last: str, status: int, said: str) -> None:
+    """The thread is waited for first, then what was registered is called."""
+    ended = subprocess.run([sys.executable, "-c", PROGRAM.format(last)], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("body thread registered ", said, status)
+    usual = subprocess.run([sys.executable, "-c", f"import sys; {last}"], capture_output=True, text=True)
+    assert (usual.stderr, usual.returncode) == (said, status)
+
+
+@pytest.mark.parametrize("last, status, said", [
+    ("raise ValueError('a bug')", 1, "ValueError: a bug"), ("raise KeyboardInterrupt", -2, "KeyboardInterrupt")])
+def test_other_exceptions_end_the_process_as_ever(last: str, status: int, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM.format(last)], capture_output=True, text=True)
+    assert ended.stdout.startswith("body thread registered ") or "freed" in ended.stdout
+    assert said in ended.stderr and "Traceback" in ended.stderr and ended.returncode == status
+
+
+def test_an_exception_of_a_registered_function_is_printed() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM.format("atexit.register(lambda: 1 / 0); sys.exit(3)")],
+                           capture_output=True, text=True)
+    assert "ZeroDivisionError" in ended.stderr and ended.returncode == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_that_cannot_be_written_is_an_error_as_ever() -> None:
+    found = []
+    for body in ("print('x')", "from rldsl.garbage_collection import ending_quickly\nwith ending_quickly(): print('x')"):
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run([sys.executable, "-c", body], stdout=full, stderr=subprocess.PIPE, text=True)
+        found.append((ended.returncode, "No space left" in ended.stderr))
+    assert found[0] == found[1] and found[0][0] != 0 and found[0][1]
