@@ -268,9 +268,11 @@ class TorchShard:
             parameter.data = tensors[name]
 
     def _can_keep_captures(self) -> bool:
-        """Whether captured decode steps stay valid for later calls. They do not where autocast multiplies with cast
-        copies of the parameters, which are made anew for each call; and on CUDA a kept graph would keep its memory."""
-        return self.device.type == "cpu" and isinstance(self.stage, Stage) and not self.stage.casts
+        """Whether captured decode steps stay valid for later calls. They do not where they read copies of parameters,
+        which are made anew for each call: those that autocast makes, and that of a head with its bias. On CUDA a kept
+        graph would keep its memory."""
+        return (self.device.type == "cpu" and isinstance(self.stage, Stage) and not self.stage.casts
+                and not self.stage.copies_head)
 
     def _cleared_loads(self) -> RouterLoads:
         """The loads of experts, of which nothing is counted yet."""

@@ -22,6 +22,7 @@ from rldsl.models import directory as files
 from rldsl.models.cache import cached_record, entry_key
 from rldsl.models.execution import LOGIT_CAPS, Execution
 from rldsl.models.parameter_specs import layer_number, parameter_specs
+from rldsl.models.sizes import impossible_size, values_of
 from rldsl.models.skeleton import Skeleton, build, first_line
 from rldsl.models.vision import layers_with_images, processor_digest, processor_problem, vision_family
 from rldsl.plan.heads import HEADS
@@ -109,6 +110,9 @@ def describe_architecture(path: str, kind: str, names: frozenset[str], span: Spa
 def _described(path: str, kind: str, names: frozenset[str], digest: str, span: Span | None) -> Family:
     directory = hub.directory(path)
     config = _config(directory, path, span)
+    if why := impossible_size(config):
+        raise fail("RL0303", f'the config of "{path}" cannot be used', span, why,
+                   help="correct config.json, or choose another model")
     _check_head(config, path, kind, span)
     skeleton = known.skeleton(config) or build(config, path, span)
     arithmetic.check(skeleton, config, path, span)
@@ -159,14 +163,7 @@ def _has_sinks(params: Sequence[ParamSpec]) -> bool:
 
 def _size(text: Any, name: str) -> int:
     """A size of a config, the largest one where layers differ; 0 if it has none."""
-    try:
-        value = getattr(text, name, None)
-    except AttributeError:
-        raise
-    except Exception:  # transformers' error for what differs from layer to layer, which is no AttributeError
-        value = [getattr(text.per_layer_config[i], name, None) for i in range(text.num_hidden_layers)]
-    values = value if isinstance(value, list | tuple) else [value]
-    return max((int(x) for x in values if isinstance(x, int | float)), default=0)
+    return max((int(x) for x in values_of(text, name) if isinstance(x, int | float)), default=0)
 
 
 def _width(skeleton: Skeleton) -> int:

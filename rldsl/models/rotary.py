@@ -1,17 +1,20 @@
-"""Configs whose rotary position embeddings fit no attention head: an odd number of dimensions would be rotated.
+"""Rotary position embeddings: configs in which they fit no attention head, and functions that rotate as usual.
 
-In: a model on the meta device and its config. Out: what to say of it, or "". transformers refuses some of these configs
-when it reads them, builds the others, and fails in their first forward pass.
+In: a model on the meta device and its config. Out: what to say of it where an odd number of dimensions would be
+rotated, or "". transformers refuses some of these configs when it reads them, builds the others, and fails in their
+first forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from functools import cache, partial
+from types import FunctionType, TracebackType
 from typing import Any
 
 WIDTHS = ("head_dim", "qk_rope_head_dim", "rotary_dim")
 NAMES_OF_SHARE = ("partial_rotary_factor", "rotary_pct")  # of the share of a head that is rotated
+ROTARY = "apply_rotary_pos_emb"  # what transformers calls the function in the modules of all families
 WORDS = ("rotary", "rope")  # in the names of the functions that rotate
 HELP = ("`head_dim`, or else hidden_size / num_attention_heads, must be even, and so must what is rotated of it: train "
         "the model with other sizes, or choose another one")
@@ -69,3 +72,29 @@ def _functions(trace: TracebackType | None) -> Iterator[str]:
     while trace is not None:
         yield trace.tb_frame.f_code.co_name
         trace = trace.tb_next
+
+
+@cache
+def forward_rotates_halves(forward: Any, exact: bool = False) -> bool:
+    """Whether a forward of attention calls, by the usual name, a function that rotates halves of queries and keys, as
+    the kernels of backends do. exact: bit for bit, and not only but for rounding."""
+    import torch
+
+    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+        return False
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    q, k = (torch.randn(1, heads, 3, 8, generator=draw, device="cpu") for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 3, 8, generator=draw, device="cpu")
+    try:
+        found = forward.__globals__[ROTARY](q, k, cos, sin)
+    except Exception:  # a function with another signature, or for other shapes
+        return False
+    same = torch.equal if exact else partial(torch.allclose, atol=1e-6)
+    return len(found) == 2 and all(same(a, rotated_halves(x, cos, sin)) for a, x in zip(found, (q, k), strict=True))
+
+
+def rotated_halves(x: Any, cos: Any, sin: Any) -> Any:
+    import torch
+
+    low, high = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]

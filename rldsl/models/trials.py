@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rldsl.models.rotary import forward_rotates_halves
+
 FLOAT = 4  # bytes of a float32 number
 ITEMSIZES = (FLOAT, 2)  # bytes of an element in layers of float32 and of half precision
-ROTARY = "apply_rotary_pos_emb"  # what transformers calls it in the modules of all families
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # of attention whose rotary embedding backends may replace
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # all modules of a feed-forward layer with a gate
 
@@ -244,18 +245,4 @@ def rotates_halves(layers: Iterable[Any]) -> bool:
 
     forwards = {type(m).forward for layer in layers for m in layer.modules()
                 if all(isinstance(getattr(m, p, None), torch.nn.Linear) for p in PROJECTIONS)}
-    return bool(forwards) and all(map(_rotates_halves, forwards))
-
-
-def _rotates_halves(forward: Any) -> bool:
-    import torch
-
-    q, k, cos, sin = (torch.linspace(-1, 1 + n, 24 * heads, device="cpu").cos().view(1, heads, 3, 8)
-                      for n, heads in enumerate((4, 2, 1, 1)))
-    try:
-        found = forward.__globals__[ROTARY](q, k, cos[0], sin[0])
-    except Exception:  # a forward without it, or a function with another signature
-        return False
-    swapped = (torch.cat([-x[..., 4:], x[..., :4]], -1) for x in (q, k))
-    right = [x * cos + y * sin for x, y in zip((q, k), swapped, strict=True)]
-    return len(found) == 2 and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, right, strict=True))
+    return bool(forwards) and all(map(forward_rotates_halves, forwards))

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from rldsl.backends.torch.generate.dynamic_size import DynamicSize
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
-from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.generate.op_trace import trace
 from rldsl.backends.torch.kernels import c_compiler, ordered_kernels
 from rldsl.backends.torch.model import fused_layers, invariant, invariant_attention, invariant_probe
 from rldsl.backends.torch.model.attention import Scores
+from rldsl.models import rotary
 
 HEADS, KV_HEADS, SEQUENCES, WIDTH = 6, 2, 5, 140
 POSITIONS = (0, 3, 63, 64, 139)  # of the new tokens
@@ -135,7 +136,7 @@ def test_a_step_with_and_without(scores: Scores) -> None:
         cache = KVCache(7, 24, torch.device("cpu"))
         for i, x in enumerate(cache.layer(0, k, v)):
             x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(i)))
-        attention = DecodeAttention(cache, 2, torch.tensor([4, 0, 11, 17]), NotedNumber(20), ordered_heads=sizes)
+        attention = DecodeAttention(cache, 2, torch.tensor([4, 0, 11, 17]), DynamicSize(20), ordered_heads=sizes)
         with invariant.Invariant():
             found.append((attention.attend(0, q, k, v, scores), *cache.layers[0]))
     assert all(map(torch.equal, *found))
@@ -165,7 +166,7 @@ def test_rotary(half: int) -> None:
     x = torch.randn(1, 6, 5, 2 * half).transpose(1, 2)
     cos, sin = torch.randn(2, 1, 6, 2 * half)
     found = ordered_kernels.rotary(x, cos, sin)
-    assert torch.equal(found, fused_layers._rotate(x, cos, sin)) and found.transpose(1, 2).is_contiguous()
+    assert torch.equal(found, rotary.rotated_halves(x, cos, sin)) and found.transpose(1, 2).is_contiguous()
 
 
 @compiled
@@ -212,18 +213,18 @@ def test_heads_without_a_kernel() -> None:
 
 def rotation(rotate: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """A forward that calls it by the name that transformers has for it."""
-    names = {fused_layers.ROTARY: lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))}
-    exec(f"def forward(q, k, cos, sin): return {fused_layers.ROTARY}(q, k, cos, sin)", names)
+    names = {rotary.ROTARY: lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))}
+    exec(f"def forward(q, k, cos, sin): return {rotary.ROTARY}(q, k, cos, sin)", names)
     return names["forward"]
 
 
 def test_families_that_round_otherwise_keep_their_rotary_embeddings() -> None:
     def rounded_once(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return fused_layers._rotate(x.double(), cos.double(), sin.double()).float()
+        return rotary.rotated_halves(x.double(), cos.double(), sin.double()).float()
 
-    same, other = rotation(fused_layers._rotate), rotation(rounded_once)
-    assert fused_layers._rotates_halves(same, True) and fused_layers._rotates_halves(other)
-    assert not fused_layers._rotates_halves(other, True)
+    same, other = rotation(rotary.rotated_halves), rotation(rounded_once)
+    assert rotary.forward_rotates_halves(same, True) and rotary.forward_rotates_halves(other)
+    assert not rotary.forward_rotates_halves(other, True)
     projections = {name: nn.Linear(2, 2) for name in fused_layers.PROJECTIONS}
     for forward, fused in ((same, ["0"]), (other, [])):
         kind = type("Attention", (nn.Module,), {"forward": forward})

@@ -16,6 +16,7 @@ from torch import nn
 
 from rldsl.backends.torch.model import fuse_modules, fused_layers
 from rldsl.backends.torch.model.fused_layers import fuse_layers
+from rldsl.models import rotary
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
 from tests.tiny import make_model
 
@@ -110,12 +111,12 @@ def interleaved(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
 def test_another_rotary_embedding_is_left() -> None:
     scope: dict[str, Any] = {"apply_rotary_pos_emb": interleaved}
     exec("def forward(self, q, k, cos, sin):\n    return apply_rotary_pos_emb(q, k, cos, sin)", scope)
-    assert not fused_layers._rotates_halves(scope["forward"])
+    assert not rotary.forward_rotates_halves(scope["forward"])
     scope = {"apply_rotary_pos_emb": lambda q, k, cos, sin: tuple(
         x * cos[:, None] + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin[:, None] for x in (q, k))}
     exec("def forward(self, q, k, cos, sin):\n    return apply_rotary_pos_emb(q, k, cos, sin)", scope)
-    assert fused_layers._rotates_halves(scope["forward"])
-    assert not fused_layers._rotates_halves(lambda q: q)
+    assert rotary.forward_rotates_halves(scope["forward"])
+    assert not rotary.forward_rotates_halves(lambda q: q)
 
 
 class Layer(nn.Module):

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from rldsl.backends.torch.generate import kv_cache
+from rldsl.backends.torch.generate.dynamic_size import DynamicSize
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
-from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.kernels import split_kv
 from rldsl.backends.torch.model.attention import Scores
 
@@ -58,7 +58,7 @@ def decoded() -> float:
         for x in held.layer(0, k, v):
             x.copy_(torch.randn(x.shape))
         kv_cache.decode_kernel = lambda _, read=read: read
-        attention = DecodeAttention(held, 1, torch.tensor([4, 0, 11]), NotedNumber(12))
+        attention = DecodeAttention(held, 1, torch.tensor([4, 0, 11]), DynamicSize(12))
         found.append(attention.attend(0, q, k, v, Scores(0.4)))
     return float((found[0] - found[1]).abs().max())
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.captured_step import CapturedSteps, CaptureSwitch
 from rldsl.backends.torch.generate.decode_state import DecodeState
-from rldsl.backends.torch.generate.noted_number import NotedNumber
+from rldsl.backends.torch.generate.dynamic_size import DynamicSize
 from rldsl.backends.torch.generate.op_trace import OpTrace
 from rldsl.backends.torch.kernels import cpu_kernels
 from rldsl.plan.events import Sampling
@@ -30,40 +30,40 @@ CPU = torch.device("cpu")
 X = torch.randn(5, 6)
 compiled = pytest.mark.skipif(not cpu_kernels.available(), reason="no C compiler")
 Outputs = tuple[torch.Tensor, ...]
-Body = Callable[[NotedNumber, int], Outputs]  # of the number, and of how often the function was called before
+Body = Callable[[DynamicSize, int], Outputs]  # of the size, and of how often the function was called before
 
 # ------------------------------------------------------------------------------------------------------- functions
 
 
 def called(body: Body, numbers: list[int]) -> tuple[CapturedSteps, list[int]]:
-    """One function with these numbers, on other inputs each time. Returns the calls that ran its Python, too."""
+    """One function at these sizes, on other inputs each time. Returns the calls that ran its Python, too."""
     steps, runs = CapturedSteps(CPU, True), []
     with torch.no_grad():
         for i, number in enumerate(numbers):
             X.normal_()
-            noted = NotedNumber(number)
+            size = DynamicSize(number)
 
-            def function(i: int = i, noted: NotedNumber = noted) -> Outputs:
+            def function(i: int = i, size: DynamicSize = size) -> Outputs:
                 runs.append(i)
-                return body(noted, len(runs) - 1)
+                return body(size, len(runs) - 1)
 
-            out = steps("key", function, noted)
-            assert all(map(torch.equal, out, body(NotedNumber(number), len(runs)))), i
+            out = steps("key", function, size)
+            assert all(map(torch.equal, out, body(DynamicSize(number), len(runs)))), i
     return steps, runs
 
 
-def reads_nothing(number: NotedNumber, runs: int) -> Outputs:
+def reads_nothing(size: DynamicSize, runs: int) -> Outputs:
     return (X * 2,)
 
 
-def reads_it(number: NotedNumber, runs: int) -> Outputs:
-    return (X[: number.read()] * 2,)
+def reads_it(size: DynamicSize, runs: int) -> Outputs:
+    return (X[: size.read()] * 2,)
 
 
-def test_one_capture_serves_all_numbers_that_are_not_read() -> None:
+def test_one_capture_serves_all_sizes_that_are_not_read() -> None:
     steps, runs = called(reads_nothing, [2, 2, 2, 3, 4, 2, 1, 4])
     assert list(steps.captures) == ["key"] and steps.enabled
-    assert runs == [0, 1, 2, 3]  # plain, captured, compared, compared at another number
+    assert runs == [0, 1, 2, 3]  # plain, captured, compared, compared at another size
 
 
 def test_one_comparison_may_be_both() -> None:
@@ -71,45 +71,45 @@ def test_one_comparison_may_be_both() -> None:
     assert list(steps.captures) == ["key"] and runs == [0, 1, 2]
 
 
-def test_a_number_that_is_read_has_its_own_capture() -> None:
+def test_a_size_that_is_read_has_its_own_capture() -> None:
     steps, runs = called(reads_it, [2, 2, 2, 3, 3, 3, 2, 3, 4])
     assert [k for k, x in steps.captures.items() if isinstance(x, OpTrace)] == [("key", 2), ("key", 3)]
     assert steps.enabled and runs == [0, 1, 2, 3, 4, 8]
 
 
 @pytest.mark.parametrize("numbers, captured", [([2, 2, 2, 3, 2, 3, 4, 3], [2, 3]), ([2, 3, 3, 3, 2, 2, 2], [3, 2])])
-def test_a_number_that_the_captured_run_reads_has_its_own_capture(numbers: list[int], captured: list[int]) -> None:
+def test_a_size_that_the_captured_run_reads_has_its_own_capture(numbers: list[int], captured: list[int]) -> None:
     """What the first run did not read."""
-    steps, _ = called(lambda number, runs: (X[: number.read() if runs else number.number] * 2,), numbers)
+    steps, _ = called(lambda size, runs: (X[: size.read() if runs else size.value] * 2,), numbers)
     found = [k for k, x in steps.captures.items() if isinstance(x, OpTrace)]
     assert found == [("key", n) for n in captured] and steps.enabled
 
 
-def test_a_number_that_only_the_compared_run_reads_is_noted_too() -> None:
-    """The capture goes, since it may be one of another number."""
-    steps, _ = called(lambda number, runs: (X[: number.read()] * 2,) if runs > 1 else (X[: number.number] * 2,),
+def test_a_size_that_only_the_compared_run_reads_counts_too() -> None:
+    """The capture goes, since it may be one of another size."""
+    steps, _ = called(lambda size, runs: (X[: size.read()] * 2,) if runs > 1 else (X[: size.value] * 2,),
                       [2, 2, 3, 3, 3, 2, 2, 2, 4])
     found = [k for k, x in steps.captures.items() if isinstance(x, OpTrace)]
     assert found == [("key", 3), ("key", 2)] == list(steps.with_memory) and steps.enabled
 
 
 @pytest.mark.parametrize("numbers", [[2, 2, 2, 2, 3, 4, 2], [2, 3, 4, 2], [2, 2, 3, 2, 4]])
-def test_a_number_that_is_used_without_a_note_is_found_out(numbers: list[int]) -> None:
-    """The capture is compared where it is first used at another number: then nothing is replayed any more."""
-    steps, _ = called(lambda number, runs: (X[: number.number] * 2,), numbers)
+def test_a_size_that_is_used_without_a_read_is_found_out(numbers: list[int]) -> None:
+    """The capture is compared where it is first used at another size: then nothing is replayed any more."""
+    steps, _ = called(lambda size, runs: (X[: size.value] * 2,), numbers)
     assert not steps.enabled
 
 
 @pytest.mark.parametrize("body", [reads_nothing, reads_it])
-def test_a_graph_is_one_of_its_number(body: Body) -> None:
+def test_a_graph_is_one_of_its_size(body: Body) -> None:
     """On a GPU, whatever was read."""
-    steps, noted = CapturedSteps(torch.device("cuda"), True), NotedNumber(3)
-    body(noted, 0)
-    assert steps._place("key", noted) == steps._place_after_run("key", noted) == ("key", 3)
+    steps, size = CapturedSteps(torch.device("cuda"), True), DynamicSize(3)
+    body(size, 0)
+    assert steps._full_key("key", size) == steps._full_key_after_run("key", size) == ("key", 3)
 
 
 def test_what_a_wrong_trace_writes_is_written_again() -> None:
-    """A number that is used without a note, in what the function leaves for the next one."""
+    """A size that is used without a read, in what the function leaves for the next one."""
     held, steps = torch.zeros(5, 6), CapturedSteps(CPU, True)
 
     def write(number: int) -> Outputs:
@@ -119,7 +119,7 @@ def test_what_a_wrong_trace_writes_is_written_again() -> None:
     with torch.no_grad():
         for number in (2, 2, 2, 3, 4):
             X.normal_()
-            out = steps("key", lambda number=number: write(number), NotedNumber(number))
+            out = steps("key", lambda number=number: write(number), DynamicSize(number))
             assert torch.equal(held, X * number) and torch.equal(out[0], held.sum())
     assert not steps.enabled
 
@@ -129,9 +129,9 @@ def test_what_is_known_of_one_key_is_not_said_of_another() -> None:
     with torch.no_grad():
         for number in (2, 2, 2, 3, 3, 3):
             for key, body in (("reads", reads_it), ("does not", reads_nothing)):
-                noted = NotedNumber(number)
-                out = steps(key, lambda body=body, noted=noted: body(noted, 0), noted)
-                assert all(map(torch.equal, out, body(NotedNumber(number), 0)))
+                size = DynamicSize(number)
+                out = steps(key, lambda body=body, size=size: body(size, 0), size)
+                assert all(map(torch.equal, out, body(DynamicSize(number), 0)))
     assert set(steps.captures) == {("reads", 2), ("reads", 3), "does not"}
 
 
@@ -141,23 +141,23 @@ def _one_reads(rank: int, reading: tuple[int, ...]) -> list[Any]:
     with torch.no_grad():
         for call, number in enumerate((2, 2, 3, 3, 3, 2, 3, 4)):
             x.copy_(torch.linspace(-1, 2, 6) + call + rank)
-            noted = NotedNumber(number)
+            size = DynamicSize(number)
 
-            def step(noted: NotedNumber = noted) -> Outputs:
+            def step(size: DynamicSize = size) -> Outputs:
                 total = x * 2
                 if rank in reading:
-                    total[: noted.read()] += 1
+                    total[: size.read()] += 1
                 all_reduce(total)
                 return (total,)
 
-            out = steps("key", step, noted)[0].clone()
-            if not torch.equal(out, step(NotedNumber(number))[0]):
+            out = steps("key", step, size)[0].clone()
+            if not torch.equal(out, step(DynamicSize(number))[0]):
                 faults.append(call)
     return [faults, steps.enabled, [k for k, x in steps.captures.items() if isinstance(x, OpTrace)]]
 
 
 @pytest.mark.parametrize("reading", [(), (1,), (0, 1)])
-def test_a_number_that_one_rank_reads_counts_for_all(reading: tuple[int, ...]) -> None:
+def test_a_size_that_one_rank_reads_counts_for_all(reading: tuple[int, ...]) -> None:
     """As where one rank has no C compiler: each collective has its partner."""
     keys = [("key", 2), ("key", 3)] if reading else ["key"]
     assert run_world(2, _one_reads, reading) == [[[], True, keys]] * 2
@@ -284,7 +284,7 @@ def test_invariant_models_read_the_width(tmp_path: Any) -> None:
 def test_an_attention_that_hides_what_it_reads_is_found_out(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Hidden(engine.DecodeAttention):
         def attend(self, index: int, *given: Any) -> torch.Tensor:
-            return super().attend(index, *given) * self._kv_len.number
+            return super().attend(index, *given) * self._kv_len.value
 
     monkeypatch.setattr(engine, "DecodeAttention", Hidden)
     shard, states = make_shard(plan_model(model(tmp_path)), 0), {}

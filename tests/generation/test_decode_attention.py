@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rldsl.backends.torch.generate.dynamic_size import DynamicSize
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
-from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.model.attention import Scores
 
 SLOTS, WIDTH, FIRST = 7, 24, 2
@@ -35,7 +35,7 @@ def test_every_way_gives_the_same(heads: int, kv_heads: int, scores: Scores) -> 
     found = []
     for heads_first, by_products in ((False, False), (True, False), (True, True), (False, True)):
         cache = filled(heads_first, kv_heads, 8)
-        found.append(DecodeAttention(cache, FIRST, positions, NotedNumber(20), by_products).attend(0, q, k, v, scores))
+        found.append(DecodeAttention(cache, FIRST, positions, DynamicSize(20), by_products).attend(0, q, k, v, scores))
         for cached, x in zip(cache.layers[0], (k, v), strict=True):  # the new token is in the cache, the rest untouched
             assert torch.equal(cached[torch.arange(FIRST, FIRST + 4), positions], x.transpose(0, 1))
             before = filled(heads_first, kv_heads, 8).layers[0][x is v]
@@ -52,7 +52,7 @@ def test_what_is_behind_a_position_is_not_read() -> None:
         cache = filled(True, 2, 8)
         for x in cache.layers[0]:
             x[:, 12:] = behind
-        attention = DecodeAttention(cache, 0, torch.tensor([11, 3]), NotedNumber(20), True)
+        attention = DecodeAttention(cache, 0, torch.tensor([11, 3]), DynamicSize(20), True)
         found.append(attention.attend(0, q, k, v, Scores(0.3)))
     assert torch.equal(*found) and bool(found[0].isfinite().all())
 

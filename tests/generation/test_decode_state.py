@@ -149,6 +149,19 @@ def test_halves_of_float32_are_not_kept(tmp_path: Any) -> None:
     assert make_shard(plan_model(there, dtype="bfloat16"), 0)._can_keep_captures()
 
 
+@pytest.mark.parametrize("sampling", [DRAWN, replace(DRAWN, top_k=5)])
+@pytest.mark.parametrize("family, kept", [("phi", False), ("gpt2", True)])
+def test_a_changed_head_is_read_anew(tmp_path: Any, family: str, kept: bool, sampling: Sampling) -> None:
+    """Also one with a bias, which is multiplied with as a copy that has one more column."""
+    shard = make_shard(plan_model(str(make_model(tmp_path / "m", family))), 0)
+    assert shard._can_keep_captures() is kept is not shard.stage.copies_head
+    for _ in range(3):
+        found = rows_of(shard.generate(_packed(1), sampling, seed=3, step=5, max_num_seqs=0))
+        assert found == rows_of(made(shard, prompts(1), sampling, capture=CaptureSwitch(False)))
+        for tensor in shard.state_dict().values():
+            tensor.mul_(1.3).add_(0.02)
+
+
 def test_releasable_storage() -> None:
     whole = torch.ones(4, 3)
     part = whole[1:, :2]

@@ -8,9 +8,9 @@ first capture is compared with the function once more, in a later state: bit for
 `GRAPH_TOLERANCE` on a GPU. If it does not match, nothing is replayed. A function that cannot be captured runs as it is.
 Captures that were not used for a while have no memory until they are used again.
 
-A number that may belong to the key is given apart from it (`NotedNumber`). Each run of the function's Python notes
-whether it reads the number. If none has read it, on the CPU one capture serves all numbers. The first one that is used
-at another number than that of its capture is compared with the function once more. A CUDA graph serves one number.
+A size that may belong to the key is given apart from it (`DynamicSize`). If no run of the function's Python reads it,
+on the CPU one capture serves all sizes. The first one that is used at another size than that of its capture is compared
+with the function once more. If a run reads it, captures are specialized: each serves one size. So does a CUDA graph.
 
 A function with collectives is captured by all ranks that run it together, or by none (`all_agree`): to compare a
 capture, all of them run it once more. What is inside an opaque call (`kernels/opaque_calls.py`) is excepted: it runs
@@ -36,7 +36,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rldsl.backends.torch.generate.noted_number import NotedNumber
+from rldsl.backends.torch.generate.dynamic_size import DynamicSize
 from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Outputs, trace
 from rldsl.backends.torch.kernels.opaque_calls import (
     AnsweredCalls,
@@ -70,79 +70,79 @@ class CapturedSteps:
     enabled: bool            # False: every call runs the function
     repeatable: bool = True  # whether the function may run twice in one state: then a capture is compared with it
     num_groups: int = 1      # how many micro-batch groups take turns; each has its own keys
-    # key, with the number if that belongs to it (`_place`) -> its graph or operator trace, or how often the function
+    # key, with the size if that belongs to it (`_full_key`) -> its graph or operator trace, or how often the function
     # was called while there is none
     captures: dict[Hashable, Callable[[], Outputs] | int] = field(default_factory=dict)
     with_memory: dict[Hashable, OpTrace] = field(default_factory=dict)  # least recently used first
-    reads_number: dict[Hashable, bool] = field(default_factory=dict)  # key -> whether a run on some rank has read it
-    made_with: dict[Hashable, int] = field(default_factory=dict)  # key -> the number at which its capture was made
+    specialized: dict[Hashable, bool] = field(default_factory=dict)  # key -> whether a run on some rank has read it
+    captured_at: dict[Hashable, int] = field(default_factory=dict)  # key -> the size at which its capture was made
     verified: bool = False   # a capture has been compared with its function
-    verified_between_numbers: bool = False  # one has been, at another number than that of its capture
+    verified_across_sizes: bool = False  # one has been, at another size than that of its capture
     switch: CaptureSwitch = field(default_factory=CaptureSwitch)  # of the shard
     graph_pool: GraphPool | None = None  # memory of all graphs, where no two groups take turns
     all_agree: Callable[[bool], bool] = bool  # whether all ranks that run the function together say yes
 
-    def __call__(self, key: Hashable, function: Callable[[], Outputs], number: NotedNumber | None = None) -> Outputs:
-        """number: what the function may depend on besides its key; new for each call."""
+    def __call__(self, key: Hashable, function: Callable[[], Outputs], size: DynamicSize | None = None) -> Outputs:
+        """size: what the function may depend on besides its key; new for each call."""
         if not (self.enabled and self.switch.enabled):
             return function()
-        place = self._place(key, number)
-        captured = self.captures.get(place, 0)
+        full_key = self._full_key(key, size)
+        captured = self.captures.get(full_key, 0)
         if isinstance(captured, int):
             if captured == CALLS_BEFORE_CAPTURE:
-                return self._capture(key, function, number)
-            self.captures[place] = captured + 1
+                return self._capture(key, function, size)
+            self.captures[full_key] = captured + 1
             limit = MAX_CAPTURES if self.device.type == "cpu" else MAX_CAPTURES_WITH_MEMORY  # a graph always has memory
             if len(self.captures) > limit * self.num_groups:
                 oldest = next(iter(self.captures))
                 del self.captures[oldest]
                 self.with_memory.pop(oldest, None)
             out = self._run_watched(function)
-            if (found := self._place_after_run(key, number)) != place:
-                self.captures.pop(place, None)
+            if (found := self._full_key_after_run(key, size)) != full_key:
+                self.captures.pop(full_key, None)
                 self.captures[found] = captured + 1
             return out
         if isinstance(captured, OpTrace):
-            self._allocate_memory(place, captured)
-        compares = not self.verified or self._is_new_number(key, number) and not self.verified_between_numbers
+            self._allocate_memory(full_key, captured)
+        compares = not self.verified or self._is_other_size(key, size) and not self.verified_across_sizes
         if not compares or not self.repeatable:
             return captured()
-        return self._compare(key, captured, function, number)
+        return self._compare(key, captured, function, size)
 
-    def _place(self, key: Hashable, number: NotedNumber | None) -> Hashable:
-        """Under which key the function's capture is. Until a run has shown that it does not read the number, and always
-        on a GPU, the number belongs to it."""
-        if number is None or not self.reads_number.get(key, True):
+    def _full_key(self, key: Hashable, size: DynamicSize | None) -> Hashable:
+        """The key of the function's capture. Until a run has shown that it does not read the size, and always on a GPU,
+        the size belongs to it."""
+        if size is None or not self.specialized.get(key, True):
             return key
-        return key, number.number
+        return key, size.value
 
-    def _place_after_run(self, key: Hashable, number: NotedNumber | None) -> Hashable:
-        """The same, after a run of the function's Python. One run that reads the number is enough, on any rank: all
-        ranks must look for a capture in one place, also where only some have a kernel that needs no number."""
-        if number is not None and self.device.type == "cpu" and not self.reads_number.get(key, False):
-            self.reads_number[key] = not self.all_agree(not number.is_read)
-        return self._place(key, number)
+    def _full_key_after_run(self, key: Hashable, size: DynamicSize | None) -> Hashable:
+        """The same, after a run of the function's Python. One run that reads the size is enough, on any rank: all
+        ranks must look for a capture under one key, also where only some have a kernel that does not read it."""
+        if size is not None and self.device.type == "cpu" and not self.specialized.get(key, False):
+            self.specialized[key] = not self.all_agree(not size.is_read)
+        return self._full_key(key, size)
 
-    def _is_new_number(self, key: Hashable, number: NotedNumber | None) -> bool:
-        """Whether the capture for this call was made at another number."""
-        return number is not None and self._place(key, number) == key and self.made_with[key] != number.number
+    def _is_other_size(self, key: Hashable, size: DynamicSize | None) -> bool:
+        """Whether the capture for this call was made at another size."""
+        return size is not None and self._full_key(key, size) == key and self.captured_at[key] != size.value
 
     def _compare(self, key: Hashable, captured: Callable[[], Outputs], function: Callable[[], Outputs],
-                 number: NotedNumber | None) -> Outputs:
+                 size: DynamicSize | None) -> Outputs:
         """Run the function, and compare the capture with it."""
-        place, is_new = self._place(key, number), self._is_new_number(key, number)
+        full_key, is_other = self._full_key(key, size), self._is_other_size(key, size)
         with (log := CallLog()) if isinstance(captured, OpTrace) else nullcontext():
             out = function()
-        if self._place_after_run(key, number) != place:  # the capture may be one of another number
-            del self.captures[place]
-            self.with_memory.pop(place, None)
+        if self._full_key_after_run(key, size) != full_key:  # the capture may be specialized on another size
+            del self.captures[full_key]
+            self.with_memory.pop(full_key, None)
             return out
         if isinstance(captured, OpTrace):
             self.verified = self._is_verified(captured, out, function, log.calls)
         else:
             self.verified = self.all_agree(all(map(self._equal, out, captured())))
         self.enabled = self.verified
-        self.verified_between_numbers |= is_new
+        self.verified_across_sizes |= is_other
         return out
 
     def _is_verified(self, captured: OpTrace, out: Outputs, function: Callable[[], Outputs],
@@ -173,18 +173,18 @@ class CapturedSteps:
             captured.release_memory()
         self.with_memory.clear()
 
-    def _allocate_memory(self, place: Hashable, captured: OpTrace) -> None:
-        if self.with_memory.pop(place, None) is None and not captured.has_memory:
+    def _allocate_memory(self, full_key: Hashable, captured: OpTrace) -> None:
+        if self.with_memory.pop(full_key, None) is None and not captured.has_memory:
             captured.allocate_memory()
-        self.with_memory[place] = captured
+        self.with_memory[full_key] = captured
         # the last result of each group is still read: with several captures per group it is never the oldest
         if len(self.with_memory) > MAX_CAPTURES_WITH_MEMORY * self.num_groups:
             self.with_memory.pop(next(iter(self.with_memory))).release_memory()
 
-    def _capture(self, key: Hashable, function: Callable[[], Outputs], number: NotedNumber | None) -> Outputs:
-        place = self._place(key, number)
+    def _capture(self, key: Hashable, function: Callable[[], Outputs], size: DynamicSize | None) -> Outputs:
+        full_key = self._full_key(key, size)
         if self.device.type != "cpu":
-            return self._capture_graph(place, function)
+            return self._capture_graph(full_key, function)
         captured: OpTrace | None = None
         compares, log = self.repeatable and not self.verified, CallLog()
         try:
@@ -200,21 +200,21 @@ class CapturedSteps:
             self.enabled = self._is_verified(captured, expected, function, log.calls)
             if not self.enabled:
                 return expected
-        if (found := self._place_after_run(key, number)) != place:  # it is one of this number alone
-            del self.captures[place]
-        elif number is not None and found == key:
-            self.made_with[key] = number.number
+        if (found := self._full_key_after_run(key, size)) != full_key:  # it is specialized
+            del self.captures[full_key]
+        elif size is not None and found == key:
+            self.captured_at[key] = size.value
         self.captures[found] = captured
         self._allocate_memory(found, captured)
         return out
 
-    def _capture_graph(self, place: Hashable, function: Callable[[], Outputs]) -> Outputs:
+    def _capture_graph(self, full_key: Hashable, function: Callable[[], Outputs]) -> Outputs:
         if self.graph_pool is None:
             self.graph_pool = GraphPool.allocate(self.device)
         # graphs that take turns must not share memory: a replay would overwrite what another group still reads
         pool = self.graph_pool if self.num_groups == 1 else GraphPool.allocate(self.device)
         try:
-            self.captures[place] = replay = capture_graph(function, pool)
+            self.captures[full_key] = replay = capture_graph(function, pool)
         except RuntimeError as error:  # nothing of the function has run
             self.switch.enabled = False
             warnings.warn(f"a CUDA graph of decoding could not be captured ({str(error).splitlines()[0]}), so decode "

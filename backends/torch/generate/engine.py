@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from rldsl.backends.torch.generate.decode_state import DecodeState
+from rldsl.backends.torch.generate.dynamic_size import DynamicSize
 from rldsl.backends.torch.generate.kept_cache import CacheKeeper, KeptCache
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, PrefillAttention
-from rldsl.backends.torch.generate.noted_number import NotedNumber
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
@@ -214,7 +214,7 @@ class Engine:
             sources, targets = zip(*batch.slot_moves, strict=True)
             cache.copy_slots(sources, targets, batch.kv_len)
             slots.move(sources, targets)
-        first, end, kv_len = group.start, group.start + batch.batch_size, NotedNumber(batch.kv_len)
+        first, end, kv_len = group.start, group.start + batch.batch_size, DynamicSize(batch.kv_len)
 
         def step() -> tuple[torch.Tensor, ...]:
             positions = slots.last_prompt_pos[first:end] + slots.num_generated[first:end]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rldsl.backends.torch.generate.noted_number import NotedNumber
+from rldsl.backends.torch.generate.dynamic_size import DynamicSize
 from rldsl.backends.torch.generate.sequence_states import SequenceState, StateKey, StateTensors
 from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
@@ -202,7 +202,7 @@ class DecodeAttention:
 
     complete = False
 
-    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: NotedNumber,
+    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: DynamicSize,
                  by_products: bool = False, ordered_heads: Collection[int] = ()):
         """positions: [S] of the new tokens in their sequences. kv_len: how many tokens of a slot are read, at least the
         largest position plus 1; not read by kernels that find all lengths in the positions. by_products: with float32

@@ -324,6 +324,7 @@ int decode_attention(const float *q, int64_t q_head, int64_t q_seq, const float 
     CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(128)
     default: return 1;
   }
+#undef CASE
   int64_t queries = heads / kv_heads, stride = (width + LANES - 1) / LANES * LANES;
   int failed = 0;
 #pragma omp parallel if (sequences * heads * width * size > 1 << 16)

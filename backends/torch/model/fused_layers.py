@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from copy import copy
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
@@ -23,7 +23,8 @@ from rldsl.backends.torch.kernels import cpu_kernels, ordered_kernels
 from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.cpu_rotary import angles, has_angles, rotate, takes
 from rldsl.backends.torch.kernels.linear_layers import SharedInput, outputs
-from rldsl.models.trials import PROJECTIONS, ROTARY
+from rldsl.models.rotary import ROTARY, forward_rotates_halves
+from rldsl.models.trials import PROJECTIONS
 
 FIXED_FREQUENCIES = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on how many there are
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -47,7 +48,8 @@ def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str
     fused = []
     for name, module in skeleton.named_modules():
         forward = type(module).forward
-        if all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS) and _rotates_halves(forward):
+        projects = all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS)
+        if projects and forward_rotates_halves(forward):
             module.forward = _attention_forward(module, forward)
             fused.append(name)
     fused += _fuse_gates(skeleton)
@@ -120,31 +122,10 @@ def _fuse_rotary(skeleton: nn.Module, function: Callable[..., Any], exact: bool 
     for name, module in skeleton.named_modules():
         forward = type(module).forward
         projects = all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS)
-        if projects and _rotates_halves(forward, exact):
+        if projects and forward_rotates_halves(forward, exact):
             module.forward = partial(_with_rotary(forward, function), module)
             fused.append(name)
     return fused
-
-
-@cache
-def _rotates_halves(forward: Any, exact: bool = False) -> bool:
-    """Whether a forward calls, by this name, a function that computes what the kernel does. exact: bit for bit."""
-    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
-        return False
-    draw = torch.Generator(device="cpu").manual_seed(0)
-    q, k = (torch.randn(1, heads, 3, 8, generator=draw, device="cpu") for heads in (4, 2))
-    cos, sin = torch.randn(2, 1, 3, 8, generator=draw, device="cpu")
-    try:
-        found = forward.__globals__[ROTARY](q, k, cos, sin)
-    except Exception:  # a function with another signature, or for other shapes
-        return False
-    same = torch.equal if exact else partial(torch.allclose, atol=1e-6)
-    return len(found) == 2 and all(same(a, _rotate(x, cos, sin)) for a, x in zip(found, (q, k), strict=True))
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    low, high = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]
 
 
 def _attention_forward(module: nn.Module, forward: FunctionType) -> Callable[..., Any]:

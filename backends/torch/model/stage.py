@@ -291,6 +291,12 @@ class Stage(ActivationCheckpointing):
             return head
         return torch.cat([head, self._head_bias[:, None].to(head.dtype)], 1)  # hidden states end with a 1
 
+    @property
+    def copies_head(self) -> bool:
+        """Whether what hidden states are multiplied with is a copy of the head, made when it is asked for: with its
+        bias, or in another dtype."""
+        return self._head is not None and (self._head_bias is not None or self._head.dtype != self.matmul_dtype)
+
     def keep_head_grad(self) -> None:
         """From now on the gradient of the head is added to `head_grad`, and not to that of its weight."""
         if self._head is not None:
