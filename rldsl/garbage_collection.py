@@ -47,8 +47,9 @@ def _leave(statuses: list[int]) -> None:
     if not statuses:
         return
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:  # None: it was closed when the process began
+                stream.flush()
     except OSError:  # the interpreter has a message and a status for what cannot be written
         return
     os._exit(statuses[0])

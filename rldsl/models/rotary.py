@@ -1,8 +1,8 @@
-"""Rotary position embeddings: configs in which they fit no attention head, and functions that rotate as usual.
+"""Rotary position embeddings: configs that rotate an odd number of dimensions, and which forwards rotate halves.
 
-In: a model on the meta device and its config. Out: what to say of it where an odd number of dimensions would be
-rotated, or "". transformers refuses some of these configs when it reads them, builds the others, and fails in their
-first forward pass.
+In: a model on the meta device and its config. Out: why it cannot run, or "". transformers refuses some configs with an
+odd number of dimensions when it reads them, builds the others, and fails in their first forward pass.
+In: the forward of an attention module. Out: whether kernels that rotate halves of a head compute the same.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _functions(trace: TracebackType | None) -> Iterator[str]:
 @cache
 def forward_rotates_halves(forward: Any, exact: bool = False) -> bool:
     """Whether a forward of attention calls, by the usual name, a function that rotates halves of queries and keys, as
-    the kernels of backends do. exact: bit for bit, and not only but for rounding."""
+    the kernels of backends do. exact: bit for bit; otherwise within 1e-6."""
     import torch
 
     if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
@@ -94,6 +94,8 @@ def forward_rotates_halves(forward: Any, exact: bool = False) -> bool:
 
 
 def rotated_halves(x: Any, cos: Any, sin: Any) -> Any:
+    """x: [S, heads, T, size]. cos, sin: [S, T, size]. Returns x, rotated as by Llama's `apply_rotary_pos_emb` of
+    transformers: element i together with element i + size / 2."""
     import torch
 
     low, high = x.chunk(2, -1)

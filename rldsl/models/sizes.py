@@ -30,7 +30,8 @@ def impossible_size(config: Any) -> str:
 
 
 def values_of(text: Any, name: str) -> list[Any]:
-    """Of each layer where they differ; otherwise one, or none."""
+    """What a config says for `name`: of each layer where they differ, otherwise one value; None where it says
+    nothing."""
     try:
         value = getattr(text, name, None)
     except AttributeError:

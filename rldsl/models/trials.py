@@ -238,11 +238,15 @@ def has_gated_products(layers: Iterable[Any]) -> bool:
     return bool(found) and all(map(is_gated_product, found.values()))
 
 
+def has_projections(module: Any) -> bool:
+    """Whether queries, keys and values each have a linear layer, by the usual names."""
+    import torch
+
+    return all(isinstance(getattr(module, p, None), torch.nn.Linear) for p in PROJECTIONS)
+
+
 def rotates_halves(layers: Iterable[Any]) -> bool:
     """Whether the rotary embedding of all attention rotates halves of what it gets, by a function of the usual name,
     for which backends have kernels (`backends/torch/model/fused_layers.py`)."""
-    import torch
-
-    forwards = {type(m).forward for layer in layers for m in layer.modules()
-                if all(isinstance(getattr(m, p, None), torch.nn.Linear) for p in PROJECTIONS)}
+    forwards = {type(m).forward for layer in layers for m in layer.modules() if has_projections(m)}
     return bool(forwards) and all(map(forward_rotates_halves, forwards))

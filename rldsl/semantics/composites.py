@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def std(ops: Operators, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
     """The square root of `var`. Options: unbiased. In a loss its gradient is 0 where all elements are equal, as in
     torch, and not that of a square root, which is infinite."""
-    variance = _variance(ops, x, to, span, bool(options.get("unbiased", True)))
+    variance = _variance(ops, x, to, span, options)
     if ops.in_loss and isinstance(variance, Term):
         differ = ops.apply("gt", (variance, const(0.0, span)), span)
         safe = BAD if isinstance(differ, Bad) else ops.apply("where", (differ, variance, const(1.0, span)), span)
@@ -36,7 +36,7 @@ def std(ops: Operators, x: Term, to: Target, span: Span, options: Options) -> Te
 
 def var(ops: Operators, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
     """Options: unbiased (divides by count - 1; the default) or not (divides by count)."""
-    made = _variance(ops, x, to, span, bool(options.get("unbiased", True)))
+    made = _variance(ops, x, to, span, options)
     return BAD if isinstance(made, Bad) else replace(made, unit=units.squared(x.unit))
 
 
@@ -54,8 +54,9 @@ def logsumexp(ops: Operators, x: Term, to: Target, span: Span, options: Options)
     return ops.apply("add", (made, shift), span)
 
 
-def _variance(ops: Operators, x: Term, to: Target, span: Span, unbiased: bool) -> Term | Bad:
-    """sum((x-mean)^2) / max(count-1, 1), or over the count; without a unit.
+def _variance(ops: Operators, x: Term, to: Target, span: Span, options: Options) -> Term | Bad:
+    """sum((x-mean)^2) / max(count-1, 1), or over the count; without a unit. Errors: RL0205 where the option
+    `unbiased` is neither true nor false.
 
     In a loss, the mean over the minibatch is known only after its last micro-batch, so there the numerator is
     sum(x^2) - mean * sum(x)."""
@@ -63,6 +64,10 @@ def _variance(ops: Operators, x: Term, to: Target, span: Span, unbiased: bool) -
         terms = tuple(a for a in args if isinstance(a, Term))
         return ops.apply(op, terms, span) if len(terms) == len(args) else BAD
 
+    unbiased = options.get("unbiased", True)
+    if not isinstance(unbiased, bool):
+        return ops.errors.add("RL0205", "`unbiased` must be true or false", span,
+                              help="write `unbiased=true` to divide by n - 1, or `unbiased=false` to divide by n")
     x = replace(x, unit=units.PLAIN)
     mean, count = ops.reduce("mean", x, to, span), ops.reduce("count", x, to, span)
     one, zero = const(1.0, span), const(0.0, span)

@@ -300,6 +300,8 @@ class Operators:
         if share.level != "batch":
             return self.errors.add("RL0201", "the fraction of `quantile` must be a single number", share.at,
                                    f"this is {describe(share)}")
+        if share.dtype in ("bool", "text"):
+            return self.errors.add("RL0205", "the fraction of `quantile` must be a number", share.at)
         if share.constant and not 0 <= float(share.value) <= 1:
             return self.errors.add("RL0205", "the fraction of `quantile` must be between 0 and 1", share.at)
         return None

@@ -46,8 +46,25 @@ def test_the_end_keeps_its_order_and_status(last: str, status: int, said: str) -
     ("raise ValueError('a bug')", 1, "ValueError: a bug"), ("raise KeyboardInterrupt", -2, "KeyboardInterrupt")])
 def test_other_exceptions_end_the_process_as_ever(last: str, status: int, said: str) -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM.format(last)], capture_output=True, text=True)
-    assert ended.stdout.startswith("body thread registered ") or "freed" in ended.stdout
+    assert ended.stdout.startswith("body thread registered ")
     assert said in ended.stderr and "Traceback" in ended.stderr and ended.returncode == status
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_output_that_is_closed_from_the_start(closed: str) -> None:
+    body = "from rldsl.garbage_collection import ending_quickly\nwith ending_quickly(): raise SystemExit(3)"
+    ended = subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, body], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 3)
+
+
+def test_output_that_the_program_has_closed() -> None:
+    body = """import sys
+from rldsl.garbage_collection import ending_quickly
+with ending_quickly():
+    sys.stdout.close()
+"""
+    ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert (ended.stderr, ended.returncode) == ("", 0)
 
 
 def test_an_exception_of_a_registered_function_is_printed() -> None:
@@ -59,7 +76,8 @@ def test_an_exception_of_a_registered_function_is_printed() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_output_that_cannot_be_written_is_an_error_as_ever() -> None:
     found = []
-    for body in ("print('x')", "from rldsl.garbage_collection import ending_quickly\nwith ending_quickly(): print('x')"):
+    quickly = "from rldsl.garbage_collection import ending_quickly\nwith ending_quickly(): "
+    for body in ("print('x')", quickly + "print('x')"):
         with open("/dev/full", "w") as full:
             ended = subprocess.run([sys.executable, "-c", body], stdout=full, stderr=subprocess.PIPE, text=True)
         found.append((ended.returncode, "No space left" in ended.stderr))

@@ -84,6 +84,8 @@ def test_each_option_is_passed_under_its_own_name(trimmed: list[Mapping[str, Sca
 @pytest.mark.parametrize("expression, code", [
     ("trimmed(p.n, middle=0.5)", "RL0107"), ("trimmed(p.n, low=mean(p.n))", "RL0211"),
     ("mean(p.n, unbiased=true)", "RL0107"),
+    ('std(p.n, unbiased="false")', "RL0205"), ("var(p.n, unbiased=0)", "RL0205"), ("std(p.n, unbiased=2)", "RL0205"),
+    ('var(p.n, unbiased="no")', "RL0205"), ("quantile(p.n, true)", "RL0205"), ('quantile(p.n, "x")', "RL0205"),
 ])
 def test_options_are_declared_and_constant(trimmed: list[Mapping[str, Scalar]], expression: str, code: str) -> None:
     with pytest.raises(Failure) as caught:

@@ -74,7 +74,7 @@ class CapturedSteps:
     # was called while there is none
     captures: dict[Hashable, Callable[[], Outputs] | int] = field(default_factory=dict)
     with_memory: dict[Hashable, OpTrace] = field(default_factory=dict)  # least recently used first
-    specialized: dict[Hashable, bool] = field(default_factory=dict)  # key -> whether a run on some rank has read it
+    specialized: dict[Hashable, bool] = field(default_factory=dict)  # key -> whether a run of some rank reads the size
     captured_at: dict[Hashable, int] = field(default_factory=dict)  # key -> the size at which its capture was made
     verified: bool = False   # a capture has been compared with its function
     verified_across_sizes: bool = False  # one has been, at another size than that of its capture

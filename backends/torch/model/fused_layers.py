@@ -24,7 +24,7 @@ from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.backends.torch.kernels.cpu_rotary import angles, has_angles, rotate, takes
 from rldsl.backends.torch.kernels.linear_layers import SharedInput, outputs
 from rldsl.models.rotary import ROTARY, forward_rotates_halves
-from rldsl.models.trials import PROJECTIONS
+from rldsl.models.trials import PROJECTIONS, has_projections
 
 FIXED_FREQUENCIES = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on how many there are
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -48,8 +48,7 @@ def fuse_layers(skeleton: nn.Module, device: torch.device, norms: Collection[str
     fused = []
     for name, module in skeleton.named_modules():
         forward = type(module).forward
-        projects = all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS)
-        if projects and forward_rotates_halves(forward):
+        if has_projections(module) and forward_rotates_halves(forward):
             module.forward = _attention_forward(module, forward)
             fused.append(name)
     fused += _fuse_gates(skeleton)
@@ -121,8 +120,7 @@ def _fuse_rotary(skeleton: nn.Module, function: Callable[..., Any], exact: bool 
     fused = []
     for name, module in skeleton.named_modules():
         forward = type(module).forward
-        projects = all(isinstance(getattr(module, p, None), nn.Linear) for p in PROJECTIONS)
-        if projects and forward_rotates_halves(forward, exact):
+        if has_projections(module) and forward_rotates_halves(forward, exact):
             module.forward = partial(_with_rotary(forward, function), module)
             fused.append(name)
     return fused

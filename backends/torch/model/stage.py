@@ -293,8 +293,8 @@ class Stage(ActivationCheckpointing):
 
     @property
     def copies_head(self) -> bool:
-        """Whether what hidden states are multiplied with is a copy of the head, made when it is asked for: with its
-        bias, or in another dtype."""
+        """Whether sampling multiplies hidden states with a copy of the head: one with its bias (`head`), or in another
+        dtype. It does not follow when the parameter changes."""
         return self._head is not None and (self._head_bias is not None or self._head.dtype != self.matmul_dtype)
 
     def keep_head_grad(self) -> None:
